@@ -26,7 +26,7 @@ _KILL_S = 3.0
 
 
 class ProcessRun(Protocol):
-    """One run of a supervised process, from its start to its exit."""
+    """One run of a supervised process, from its start to its exit. A restart is another run."""
 
     is_ready: bool
     """True once the process has reported that it is ready."""
@@ -34,14 +34,14 @@ class ProcessRun(Protocol):
     """Exit status, negative for a signal; None while it runs."""
 
     async def wait(self) -> None:
-        """Wait until the process has exited and its output has been read."""
+        """Wait until the process has exited and all its output has been read."""
 
     def signal(self, number: int) -> None:
-        """Send a signal. Do nothing if the process has exited."""
+        """Send the signal `number` to the process. Do nothing if it has exited."""
 
 
 class WatchRules(msgspec.Struct, frozen=True):
-    """When a process counts as hung: after `max_missed` queries in a row without an answer."""
+    """The rules by which a process counts as hung: `max_missed` queries in a row got no answer."""
 
     interval_s: float = 2.0
     """Time in seconds between two queries."""
@@ -51,7 +51,7 @@ class WatchRules(msgspec.Struct, frozen=True):
 
 
 async def until_hung(is_hung: Callable[[float], Awaitable[bool]], rules: WatchRules) -> None:
-    """Query a process again and again, and return once it counts as hung.
+    """Query a process again and again, and return once it counts as hung by `rules`.
 
     `is_hung` makes one query with a time limit in seconds, and returns True if no answer came within it.
     """
@@ -65,8 +65,8 @@ R = TypeVar("R", bound=ProcessRun)
 
 
 class ProcessSupervisor(ABC, Generic[R]):
-    """Starts the processes of one service by name, starts a process again when it has died, and stops all at the end.
-    All methods run on the event loop.
+    """Base class that starts the processes of one service by name, starts a process again when it has died, and stops
+    all at the end. All methods run on the event loop.
     """
 
     def __init__(self) -> None:
@@ -78,33 +78,41 @@ class ProcessSupervisor(ABC, Generic[R]):
 
     @abstractmethod
     async def _spawn(self, name: str) -> R:
-        """Start the process `name` and return its run."""
+        """Start the process `name` and return its run. Subclasses implement it."""
 
     @abstractmethod
     def _report(self, text: str) -> None:
-        """Show an event to the user."""
+        """Show the user `text` about a process, such as that it died and is restarted. Subclasses implement it."""
 
     @abstractmethod
     def _given_up(self, name: str, run: R) -> LocalError:
-        """Return the error for a process that is not restarted any more; `run` was its last run."""
+        """Return the error to raise for the process `name`, which failed too often to be restarted again; `run` was its
+        last run. Subclasses implement it.
+        """
 
     def _taken_out(self, name: str, run: R) -> LocalError | None:
-        """Return an error if the process `name` must not be restarted after `run`, even if it has served before."""
+        """Return an error if the process `name`, which has ended `run`, must not be restarted even if it has served
+        before; None if it may. Called after each run.
+        """
         return None
 
     def _is_starting(self, name: str) -> bool:
-        """Return whether a process that keeps failing, or that exits with `EXIT_HOPELESS`, is given up."""
+        """Return whether the process `name` has never served. Only such a process is given up if it keeps failing, or
+        exits with `EXIT_HOPELESS`.
+        """
         return not self._restarts[name].has_served
 
     def _keep_running(self, names: Iterable[str]) -> None:
-        """Start processes, and restart each that exits until `_stop`."""
+        """Start the processes with these names, and restart each one that exits, until `_stop`."""
         for name in names:
             self._restarts[name] = RestartPolicy()
             self._tasks[name] = asyncio.create_task(self._supervise(name), name=name)
             self._tasks[name].add_done_callback(_log_bug)
 
     async def _wait_until(self, is_complete: Callable[[], Awaitable[bool]]) -> None:
-        """Wait until `is_complete` returns True. Raises the error of a process that was given up before."""
+        """Call `is_complete` again and again until it returns True. Raises the error of a process that is not restarted
+        any more.
+        """
         while not await is_complete():
             for task in self._tasks.values():
                 if task.done():
@@ -112,10 +120,12 @@ class ProcessSupervisor(ABC, Generic[R]):
             await asyncio.sleep(_POLL_S)
 
     async def _stop(self, *groups: tuple[Iterable[str], float | None]) -> None:
-        """Send SIGTERM to one group of processes after the other, and kill each process that then still runs.
+        """Stop the processes: send SIGTERM to one group of names after the other, then kill each process that still
+        runs.
 
-        The number of each group is the longest time in seconds to wait, after the signal, until this group and those
-        before it have exited. All processes are killed if the caller cancels this.
+        The second member of each group is the longest time in seconds (None: without limit) to wait after its signal,
+        until the processes of this group and of those before it have exited. All processes are killed if the caller
+        cancels this.
         """
         self._stopping.set()
         stopped: list[str] = []
@@ -138,7 +148,9 @@ class ProcessSupervisor(ABC, Generic[R]):
             await asyncio.wait(tasks, timeout=timeout_s)
 
     async def _supervise(self, name: str) -> None:
-        """Run one process and restart it whenever it exits. Raises the error of `_given_up` or `_taken_out`."""
+        """Run the process `name` and restart it whenever it exits, until `_stop`. Raises the error of `_given_up` or
+        `_taken_out`.
+        """
         loop, restarts = asyncio.get_running_loop(), self._restarts[name]
         while not self._stopping.is_set():
             started_at = loop.time()
@@ -162,7 +174,9 @@ class ProcessSupervisor(ABC, Generic[R]):
 
 
 def _log_bug(task: "asyncio.Task[None]") -> None:
-    """Log the error of a task, unless it is the error of a process that was given up."""
+    """Log the error with which the task of a process has ended, unless it is the expected error of a process that is
+    not restarted any more.
+    """
     if not task.cancelled() and (error := task.exception()) and not isinstance(error, LocalError):
         logger.error("%s cannot be supervised any more", task.get_name(), exc_info=error)
 

@@ -24,8 +24,8 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Span:
-    """One span of a trace. This base class records nothing and only passes the trace context on. As a context manager
-    it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
+    """One span of a request's trace. This base class records nothing and only passes the trace context on. As a context
+    manager it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
     """
 
     is_recording = False
@@ -38,21 +38,25 @@ class Span:
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that make spans of other processes children of this one."""
+        """The trace context as headers: a process that gets them makes its spans children of this one."""
         return dict(self._headers)
 
     def child(self, name: str, *, at: float | None = None) -> "Span":
-        """Start a span below this one, in the same process. `at` is its start; None means now."""
+        """Start a span below this one, in the same process. `at` is its start (`time.monotonic()`); None means now."""
         return self
 
     def set(self, attributes: Attributes) -> None:
-        """Set attributes. An attribute with the same name is replaced."""
+        """Set attributes of the span. An attribute that has the same name is replaced."""
 
     def over(self, at: float) -> None:
-        """Set the time at which the span's work ended to `at`, because the task that ends the span may run later."""
+        """Set the time at which the span's work ended to `at` (`time.monotonic()`), because the task that ends the span
+        may run later.
+        """
 
     def end(self, *, at: float | None = None, error: str | None = None) -> None:
-        """End the span, with the text of an error if it failed. Nothing is recorded afterwards."""
+        """End the span at `at` (`time.monotonic()`; None means now), with the text of an error if its work failed.
+        Nothing is recorded afterwards.
+        """
 
     def __enter__(self) -> "Span":
         return self
@@ -72,19 +76,23 @@ class Tracing:
 
     def span(self, name: str, headers: Mapping[str, str], *, at: float | None = None) -> Span:
         """Start the first span of this process for a request. `headers` contain the trace context that came with the
-        request. `at` is its start; None means now.
+        request. `at` is its start (`time.monotonic()`); None means now.
         """
         return Span(headers) if headers else NO_SPAN
 
     async def close(self) -> None:
-        """Send the recorded spans. It may take a few seconds; after that the rest is lost."""
+        """Send the spans that are recorded and not sent yet. It may take a few seconds; a caller that stops waiting
+        loses the rest.
+        """
 
 
 NO_SPAN = Span({})
 
 
 def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
-    """Return the trace context in the headers of an HTTP request. `header` returns a header by its lower-case name."""
+    """Return the trace context (`traceparent`, `tracestate`) of an HTTP request. `header` returns one of its headers by
+    the lower-case name, or None.
+    """
     found = {name: header(name) for name in TRACE_HEADERS}
     return {name: value for name, value in found.items() if value and len(value) <= _MAX_HEADER_CHARS}
 
@@ -92,7 +100,8 @@ def trace_headers(header: Callable[[str], str | None]) -> dict[str, str]:
 def make_tracing(
     endpoint: str | None, *, service: str, instance: str, environ: Mapping[str, str] = MappingProxyType({})
 ) -> Tracing:
-    """Return the tracing of this process. `endpoint` is the value of --otlp-traces-endpoint.
+    """Return the tracing of this process, which names it as `service` and `instance`. `endpoint` is the value of
+    --otlp-traces-endpoint; without it nothing is recorded.
 
     Spans are sent over gRPC if the endpoint begins with grpc://, or if OTEL_EXPORTER_OTLP_TRACES_PROTOCOL in `environ`
     says so. Raises `ConfigurationError` if it is not such a URL, or if OpenTelemetry is not installed.
@@ -121,12 +130,14 @@ def make_tracing(
 
 
 def _with_path(parts: SplitResult) -> str:
-    """Return the URL of an HTTP endpoint, with the path of traces if it has none."""
+    """Return the URL of a collector over HTTP, with the default path for traces (`/v1/traces`) if it has none."""
     return parts._replace(path=_DEFAULT_PATH if parts.path in ("", "/") else parts.path).geturl()
 
 
 def _protocol(environ: Mapping[str, str]) -> str:
-    """Return the protocol in the SDK's variables. Raises `ConfigurationError` for one that is not sent."""
+    """Return the protocol for sending spans (`http/protobuf` or `grpc`) that OpenTelemetry's variables in `environ`
+    select. Raises `ConfigurationError` for a protocol that Baton cannot send.
+    """
     for name in ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"):
         if protocol := environ.get(name):
             if protocol not in _PROTOCOLS:

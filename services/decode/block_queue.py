@@ -18,7 +18,9 @@ from baton_serve.services.instance.ports import EnginePort, Reservation
 
 @dataclass(slots=True, eq=False)
 class _Waiter:
-    """Holds one handoff that waits for blocks."""
+    """One handoff that waits for blocks: its request, its place in the order of arrival, and the future that gets the
+    reserved blocks.
+    """
 
     work: Work
     order: int
@@ -31,16 +33,17 @@ class _Waiter:
 
 @dataclass(frozen=True, slots=True)
 class _GrantedBlocks:
-    """The engine's answers, for the first of the queried handoffs. The first one without an answer did not fit
-    `free_blocks`."""
+    """The engine's answers to one query of the waiting handoffs, for the first handoffs of the query: reserved blocks,
+    or an error. The first handoff without an answer needs more than the `free_blocks` that were left.
+    """
 
     answers: list[Reservation | RequestError]
     free_blocks: int
 
 
 class BlockQueue:
-    """The queue of handoffs that wait until a decode instance has enough free blocks. Event loop only. At most
-    `max_waiting` may wait (`--max-waiting`).
+    """The queue of handoffs that wait until a decode instance has enough free KV blocks. At most `max_waiting` may wait
+    (`--max-waiting`). Use it only on the event loop.
     """
 
     def __init__(self, engine: EngineCalls, *, max_waiting: int) -> None:
@@ -55,7 +58,7 @@ class BlockQueue:
         return len(self._waiting)
 
     async def reserve(self, work: Work, *, within_s: float) -> Reservation:
-        """Reserve blocks for a prompt, waiting up to `within_s` seconds until enough are free.
+        """Reserve KV blocks for the prompt of `work`, and wait up to `within_s` seconds until enough are free.
 
         Raises `RequestFailed` if too many handoffs wait or the time is over, and the errors of `Engine.reserve`. If
         this raises or is cancelled, the caller must cancel the request in the engine, which may have granted it blocks
@@ -74,7 +77,9 @@ class BlockQueue:
             ) from None
 
     def on_free_blocks(self, free_blocks: int) -> None:
-        """Try to reserve blocks for the waiting handoffs again, if more blocks are free than at the last attempt."""
+        """Try again to reserve blocks for the waiting handoffs, if `free_blocks`, the present number, is larger than at
+        the last attempt.
+        """
         if self._refused_at is not None:
             if free_blocks > self._refused_at:
                 self._refused_at = None
@@ -114,7 +119,9 @@ class BlockQueue:
         answer.add_done_callback(partial(self._on_query_failed, queried))
 
     def _on_query_failed(self, queried: list[_Waiter], done: "asyncio.Future[_GrantedBlocks]") -> None:
-        """Fail all queried waiters: the engine has stopped, or the command raised."""
+        """Let all handoffs of a query fail if the query itself failed: the engine has stopped, or the
+        command raised.
+        """
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
             self._is_querying = False
@@ -123,7 +130,9 @@ class BlockQueue:
             self._query_engine()
 
     def _on_grants(self, queried: list[_Waiter], grants: _GrantedBlocks) -> None:
-        """Resolve the answered waiters. Remember how many blocks were free if the head of the queue was refused."""
+        """Give the engine's answers to the handoffs that asked (`queried`). If the first handoff of the queue got none,
+        remember how many blocks were free then.
+        """
         self._is_querying = False
         for waiter, answer in zip(queried, grants.answers, strict=False):
             self._settle(waiter, answer)
@@ -134,7 +143,9 @@ class BlockQueue:
         self._query_engine()
 
     def _settle(self, waiter: _Waiter, answer: Reservation | BaseException) -> None:
-        """Remove a waiter from the queue and resolve its future."""
+        """Remove a handoff from the queue and pass `answer`, its reserved blocks or an error, to the task that waits
+        for it.
+        """
         if waiter in self._waiting:
             self._waiting.remove(waiter)
         if waiter.granted.done():
@@ -148,7 +159,7 @@ class BlockQueue:
 
 
 def _grant(engine: EnginePort, works: list[Work]) -> _GrantedBlocks:
-    """Reserve blocks for the works in order, until one does not fit. Runs in the engine thread."""
+    """Reserve KV blocks for these prompts in order, until one needs more than are free. Runs in the engine thread."""
     answers: list[Reservation | RequestError] = []
     for work in works:
         try:

@@ -38,7 +38,9 @@ request is alive and has reported the reason to its router."""
 
 
 class DecodeHandler:
-    """Implements `services.instance.request_server.RoleHandler` for decode instances. Event loop only."""
+    """Serves the requests of a decode instance: fetches the KV blocks of prompts and generates the answers. Implements
+    `services.instance.request_server.RoleHandler`. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -79,7 +81,9 @@ class DecodeHandler:
         return len(self._block_queue)
 
     async def _decode(self, request: AttemptEntry, ticket: Ticket) -> None:
-        """Serve a request whose prompt is computed by a prefill instance."""
+        """Serve a request whose prompt the prefill instance of `ticket` computes: reserve blocks, fetch the missing
+        ones, and generate all sequences.
+        """
         generation = GenerationObserver()
         request.progress = generation
         inner = request.work.request_id
@@ -114,9 +118,11 @@ class DecodeHandler:
     async def _fetch(
         self, request: AttemptEntry, ticket: Ticket, admission: "HandoffAdmission"
     ) -> CompletedFetch | None:
-        """Fetch the missing blocks. Return None if that failed and this instance must compute the rest of the prompt.
+        """Fetch the blocks of the prompt that this instance lacks from the prefill instance. `admission` starts the
+        decoding when they have arrived. Return None if the fetch failed and this instance must compute the rest of the
+        prompt.
 
-        Raises `RequestFailed` if the fetch failed and `--handoff-fallback` is `fail`, or if the fault is on this side.
+        Raises `RequestFailed` if the fetch failed and `--handoff-fallback` is `fail`, or if this instance is at fault.
         """
         reservation = admission.reservation
         try:
@@ -145,9 +151,9 @@ class DecodeHandler:
 
 
 def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Translation | None:
-    """Return how to convert blocks from the layout of the source, the prefill instance; None if both layouts are equal.
-    The source hashes the prompt with its own block size and root, so its block hashes are computed here from the
-    tokens.
+    """Return how to convert blocks from the KV layout of the prefill instance to that of this one; None if both are
+    equal. The prefill instance hashes the prompt with its own block size and root, so its block hashes are computed
+    here from the tokens.
     """
     layout = ticket.source_layout
     if layout is None:
@@ -158,7 +164,7 @@ def make_translation(ticket: Ticket, work: Work, reservation: Reservation) -> Tr
 
 
 def _transfer_attributes(ticket: Ticket, reservation: Reservation, fetched: CompletedFetch) -> Attributes:
-    """Return the attributes of the transfer's span."""
+    """Return the attributes of the trace span of a handoff: its source, ticket, transport, bytes and blocks."""
     return {
         "baton.source": ticket.source,
         "baton.ticket": ticket.ticket,

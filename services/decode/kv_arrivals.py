@@ -20,7 +20,7 @@ prompts, a smaller one wakes the engine thread more often."""
 
 
 class ArrivedBlocks:
-    """Collects the blocks of one fetch that have arrived and reports them to the engine in batches.
+    """Collects the hashes of blocks that have arrived for one request, and reports them to the engine in batches.
 
     Each report wakes the engine thread, which competes with the event loop for the GIL.
     """
@@ -31,25 +31,28 @@ class ArrivedBlocks:
         self._names: list[BlockHash] = []
 
     def add(self, names: list[BlockHash]) -> None:
-        """Add hashes of blocks that have arrived; report them once there are `MIN_BLOCKS_PER_REPORT`."""
+        """Add the hashes of blocks that have just arrived. Report all collected ones to the engine once there are
+        `MIN_BLOCKS_PER_REPORT`.
+        """
         self._names += names
         if len(self._names) >= MIN_BLOCKS_PER_REPORT:
             self.flush()
 
     def take(self) -> list[BlockHash]:
-        """Return the hashes of blocks that have arrived and were not yet reported to the engine, and clear the list."""
+        """Return the hashes that were collected and not reported to the engine yet, and forget them."""
         names, self._names = self._names, []
         return names
 
     def flush(self) -> None:
-        """Report all blocks that have arrived to the engine now."""
+        """Report the blocks that were collected and not reported yet to the engine now."""
         if names := self.take():
             self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
 
 
 class HandoffAdmission:
-    """Starts to decode one request as soon as all its blocks have been fetched. The transfer calls `begin` directly, in
-    the same iteration of the event loop: to wait until the request's task runs would delay the second token.
+    """Starts to decode one request as soon as all blocks of its prompt have been fetched. The fetch calls `begin`
+    directly, in the same iteration of the event loop: to wait until the request's task runs would delay the second
+    token.
     """
 
     def __init__(
@@ -71,7 +74,8 @@ class HandoffAdmission:
         self._admitted: asyncio.Future[float] | None = None
 
     def begin(self, fetched: CompletedFetch) -> None:
-        """Start decoding the sequences that have not ended, when all blocks have arrived.
+        """Start decoding the request's sequences that neither ended with their first token nor were cancelled. The
+        fetch calls this when all blocks have arrived.
 
         The router gets its `HandoffReport` before the first token that is decoded here.
         """
@@ -104,15 +108,18 @@ class HandoffAdmission:
             request.end_sequence(sequence)
 
     async def wait(self) -> None:
-        """Wait until the engine has started the sequences. Raises `RequestFailed`, or the engine's error."""
+        """Wait until the engine has started the sequences. Raises `RequestFailed` if the first tokens cannot be read,
+        or the engine's error.
+        """
         if self._failure is not None:
             raise self._failure
         if self._admitted is not None:
             await self._admitted
 
     def _send_report(self, fetched: CompletedFetch, first: FirstTokens, step_at: float | None) -> None:
-        """Send the `HandoffReport`. `step_at` is when the engine took the request up; None if nothing is left to
-        decode."""
+        """Send the router the `HandoffReport` of this request. `step_at` is the time at which the engine took the
+        request up (`time.monotonic()`); None if no sequence is left to decode.
+        """
         # Each term is a duration that was measured on one host, because clocks of two hosts differ.
         exposed_s = min(fetched.seconds, fetched.exposed_s + first.since_end_s)
         self._report(

@@ -9,7 +9,7 @@ from baton_serve.services.instance.settings import InstanceSettings, short_waits
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
+    """Run `baton decode` with these arguments: serve until SIGTERM or Ctrl-C, drain, then exit the process."""
     loaded = load_with(
         InstanceSettings,
         (),

@@ -21,7 +21,7 @@ RUNTIME_PACKAGES = ("libze-intel-gpu1", "intel-level-zero-gpu", "intel-opencl-ic
 
 @dataclass(frozen=True, slots=True)
 class GpuCard:
-    """An Intel GPU that the kernel knows."""
+    """An Intel GPU that the Linux kernel lists: its driver, its memory window, and whether it is a discrete card."""
 
     node: str
     """Name of its render node, such as `renderD128`."""
@@ -33,7 +33,9 @@ class GpuCard:
 
 
 def intel_cards(root: Path) -> list[GpuCard]:
-    """Return the discrete Intel cards."""
+    """Return the discrete Intel cards that the kernel lists. `root` is the folder with `sys`; tests pass another one
+    than `/`.
+    """
     found = []
     for render in sorted((root / "sys/class/drm").glob("renderD*")):
         device = render / "device"
@@ -50,7 +52,9 @@ def intel_cards(root: Path) -> list[GpuCard]:
 
 
 def check_cards(root: Path) -> Iterator[Finding]:
-    """Check the driver, the memory window and the permissions of each discrete Intel card."""
+    """Yield findings about the driver, the memory window (Resizable BAR) and the permissions of each discrete Intel
+    card. `root` is the folder with `sys` and `dev`.
+    """
     cards = intel_cards(root)
     if not cards:
         yield from _no_cards(root)
@@ -128,7 +132,8 @@ def _permission(card: GpuCard, root: Path) -> Finding:
 
 
 def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Warn if one process sees several Intel cards and the compute runtime would mirror their memory.
+    """Yield a warning if one process sees several Intel cards and the compute runtime would keep copies of their memory
+    in host memory.
 
     With two visible cards, compute-runtime 26.09 and newer keeps a copy of all device memory in host memory
     (https://github.com/intel/compute-runtime/issues/953).
@@ -156,7 +161,9 @@ def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def runtime_version(root: Path) -> tuple[int, int] | None:
-    """Return the version of the compute runtime by dpkg's database, or None if no package of it is installed."""
+    """Return the version (year, week) of Intel's compute runtime by dpkg's database, or None if no package of it is
+    installed.
+    """
     for package in RUNTIME_PACKAGES:
         if found := re.match(r"(\d+)\.(\d+)", installed_version(root, package)):
             return int(found[1]), int(found[2])
@@ -173,7 +180,9 @@ def installed_version(root: Path, package: str) -> str:
 
 
 def _bar_sizes(text: str) -> Iterator[int]:
-    """Iterate over the sizes in a device's file `resource`: each line is first address, last address, flags."""
+    """Yield the sizes in bytes of a PCI device's memory windows. `text` is the content of its file `resource`, in which
+    each line is first address, last address, flags.
+    """
     for line in text.splitlines():
         start, end, *_ = (int(word, 16) for word in line.split())
         if end:

@@ -17,7 +17,7 @@ REPEATS = 5
 
 
 class DeviceFacts(msgspec.Struct, frozen=True):
-    """One accelerator, with its copy rates from and to pinned host memory."""
+    """One accelerator of this machine, with its copy rates from and to pinned host memory."""
 
     index: int
     name: str
@@ -45,7 +45,7 @@ class PeerFacts(msgspec.Struct, frozen=True):
 
 
 class ProbeFacts(msgspec.Struct, frozen=True):
-    """The results of the whole probe: all accelerators, and the copies between them."""
+    """The results of `probe`: all accelerators of this machine, and the copies between them."""
 
     torch: str
     """The version string of torch."""
@@ -57,7 +57,7 @@ class ProbeFacts(msgspec.Struct, frozen=True):
 
 
 def probe() -> ProbeFacts:
-    """Return the facts about all accelerators of the kind that instances would use.
+    """Return the facts about torch and about all accelerators of the kind that instances would use.
 
     It measures copies between each of them and the host, and copies from each of them to each other one.
     """
@@ -120,7 +120,9 @@ def _peer(torch: Any, module: Any, kind: str, source: int, target: int) -> PeerF
 
 
 def _speed(copy: Any, synchronize: Any) -> float:
-    """Return the rate of the fastest of several copies: a busy machine makes copies slower, never faster."""
+    """Call `copy`, which copies `COPY_BYTES`, several times and return the fastest rate in bytes per second: a busy
+    machine makes copies slower, never faster. `synchronize` waits for the device.
+    """
     best = float("inf")
     for _ in range(REPEATS):
         synchronize()
@@ -138,7 +140,7 @@ def _has_module(name: str) -> bool:
 
 
 def main() -> None:
-    """Print the findings. The JSON object is the last line: drivers may print to standard output before it."""
+    """Print what `probe` found as a JSON object in the last line of standard output; drivers may print to it before."""
     sys.stdout.buffer.write(msgspec.json.encode(probe()) + b"\n")
 
 

@@ -17,7 +17,8 @@ from baton_serve.services.doctor.findings import Finding, note, ok, problem, war
 
 
 async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncIterator[Finding]:
-    """Probe every transport and yield a finding for each.
+    """Test every transport for KV blocks and yield a finding for each. `facts` are those of `device_probe`, or None if
+    it was not run. Each test may take `timeout_s` seconds.
 
     Blocks are sent between the first two devices, from the only device to itself, or without a device in host memory.
     """
@@ -33,8 +34,8 @@ async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncI
 
 
 def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
-    """Return the two devices between which transports are tried, by torch's names. Two empty strings mean
-    host memory.
+    """Return the two devices (source, target) between which transports are tested, by torch's names. Two empty strings
+    mean host memory.
     """
     if facts is None or not facts.devices:
         return "", ""
@@ -43,7 +44,8 @@ def probe_ends(facts: ProbeFacts | None) -> tuple[str, str]:
 
 
 def transport_finding(verdict: Any, pair: str) -> Finding:
-    """Turn a `kvtransfer.Verdict` into a finding.
+    """Convert `verdict`, the `kvtransfer.Verdict` of one transport, to a finding. `pair` names the two devices in its
+    text.
 
     A transport that fails is harmless, because `--kv-transport auto` never uses it. Only wrong bytes are a problem:
     they show a fault of the machine.
@@ -74,7 +76,7 @@ PROBE = module_command("baton_serve.services.doctor.device_probe")
 
 
 def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
-    """Probe the accelerators for at most `timeout_s` and yield the findings."""
+    """Test the accelerators in a child process (`command`) for at most `timeout_s` seconds, and yield the findings."""
     facts = probe_devices(timeout_s, command)
     if isinstance(facts, Finding):
         yield facts
@@ -83,7 +85,9 @@ def check_devices(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[
 
 
 def probe_devices(timeout_s: float, command: Sequence[str] = PROBE) -> ProbeFacts | Finding:
-    """Run `device_probe` and return its facts, or a finding that says why there are none."""
+    """Run `device_probe` as a child process (`command`) for at most `timeout_s` seconds. Return its facts, or a finding
+    that says why there are none.
+    """
     if _version("torch") is None:
         return note(
             "torch",
@@ -111,7 +115,7 @@ def probe_devices(timeout_s: float, command: Sequence[str] = PROBE) -> ProbeFact
 
 
 def device_findings(facts: ProbeFacts) -> Iterator[Finding]:
-    """Yield the findings that follow from the facts of the probe."""
+    """Yield the findings about torch, each accelerator and the copies between them that follow from `facts`."""
     features = ", ".join(name for name, is_there in facts.features.items() if is_there) or "none"
     yield ok("torch", f"torch {facts.torch} uses the device {facts.kind}; features: {features}")
     if facts.kind == "cpu":

@@ -10,10 +10,10 @@ Status = Literal["ok", "note", "warning", "problem"]
 
 
 class Finding(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One result of one check.
+    """One result of one check of `baton doctor`.
 
     A `problem` prevents instances from serving, or makes them slow or wrong. A `warning` may do so under load or with
-    larger models. A `note` needs no repair on a machine that does not use what it is about.
+    larger models. A `note` needs no repair on a machine that does not use what the note is about.
     """
 
     check: str
@@ -33,20 +33,22 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 def ok(check: str, message: str) -> Finding:
-    """Return a finding of a check that passed."""
+    """Return the finding of a check that passed."""
     return Finding(check, "ok", message)
 
 
 def note(check: str, message: str, remedy: str = "") -> Finding:
-    """Return a finding that is information, with an optional remedy."""
+    """Return a finding that only informs; `remedy` is advice for machines on which it matters."""
     return Finding(check, "note", message, remedy)
 
 
 def warning(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding of something that may fail or be slow."""
+    """Return a finding about something that may fail or be slow; `remedy` says what to do."""
     return Finding(check, "warning", message, remedy)
 
 
 def problem(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding that makes the exit status 1."""
+    """Return a finding about something that must be repaired; `remedy` says how. It makes the exit status of `baton
+    doctor` 1.
+    """
     return Finding(check, "problem", message, remedy)

@@ -40,7 +40,8 @@ DTYPE = torch.bfloat16
 
 
 class KernelChecks:
-    """Runs each kernel once on the device and its twin once on the CPU, both with the same random inputs.
+    """Runs each kernel once on the device and its twin (the same operation in plain torch) once on the CPU, both with
+    the same random inputs.
 
     `dtype` is that of the inputs: Triton's interpreter, in which tests run, does not compute products of bfloat16.
     """
@@ -65,7 +66,9 @@ class KernelChecks:
         return type(self._attention).__module__.split(".kernels.")[1].split(".")[0]
 
     def result(self, kernel: str) -> tuple[Tensor, Tensor]:
-        """Return what the kernel computed, and what its twin computed."""
+        """Run the kernel with this name, one of `KERNELS`, and return (its result on the device, the result of its
+        twin).
+        """
         checks: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
             "store": self._store,
             "decode attention": lambda: self._attend(1),
@@ -133,8 +136,9 @@ class KernelChecks:
         return self._layers.linear(x.to(self._device), packed, None), expected
 
     def _batch(self, chunk: int) -> tuple[AttentionMetadata, Tensor]:
-        """Return sequences of `chunk` new tokens, and a random cache of two layers [num_blocks, 2, 2, num_kv_heads,
-        block_tokens, head_dim], both on the CPU. Block 0 belongs to no sequence.
+        """Return the inputs of an attention kernel, both on the CPU: the metadata of sequences with `chunk` new tokens
+        each, and a random KV cache of two layers [num_blocks, 2, 2, num_kv_heads, block_tokens, head_dim]. Block 0
+        belongs to no sequence.
         """
         block = self._block_tokens
         counts = [-(-context // block) for context in CONTEXTS]
@@ -166,7 +170,9 @@ def _on(meta: AttentionMetadata, device: torch.device) -> AttentionMetadata:
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference as a fraction of the largest number of `expected`; infinity if there is NaN."""
+    """Return the largest difference between the two tensors, as a fraction of the largest absolute value of `expected`;
+    infinity if there is NaN.
+    """
     a, b = found.to(HOST, torch.float64), expected.to(torch.float64)
     largest = float((a - b).abs().max()) / max(float(b.abs().max()), 1e-30)
     # Only NaN differs from itself.
@@ -174,7 +180,7 @@ def difference(found: Tensor, expected: Tensor) -> float:
 
 
 def main() -> None:
-    """Check all kernels and print a line of JSON for each."""
+    """Compare all kernels with their twins, and print a line of JSON for each as soon as it has run."""
     device = select_device("auto")
     checks = KernelChecks(device, attention_backend(device, DTYPE), layer_kernels(device, DTYPE), argmax_kernel(device))
     for kernel in KERNELS:

@@ -41,7 +41,10 @@ EXAMPLE = ProofShapes(
 
 
 def main(arguments: list[str]) -> int:
-    """Prove the kernels and print the verdicts. Return the exit status: 2 if the model's config cannot be read."""
+    """Prove the kernels for the shapes of a model (compare each with plain torch) and print the verdicts as JSON. The
+    first of `arguments` is the model's folder; without it the shapes are those of an 8B model. Return the exit status:
+    2 if the model's config cannot be read, otherwise 0.
+    """
     device = select_device("auto")
     block_tokens = defaults(device).block_tokens
     shapes = replace(EXAMPLE, block_tokens=block_tokens)

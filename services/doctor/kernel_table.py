@@ -15,7 +15,8 @@ HEADER = ("operation", "shape", "kernel", "verdict", "difference", "time", "chos
 
 
 def prove_kernels(model: str, timeout_s: float, command: Sequence[str] = PROOF) -> DoctorReport:
-    """Prove all kernels for the shapes of the model in a folder (or of an 8B model), for at most `timeout_s`.
+    """Prove all kernels of the engine (compare each with plain torch) in a child process, for at most `timeout_s`
+    seconds. `model` is a folder whose config gives the shapes; if it is empty, they are those of an 8B model.
 
     The report is not healthy if a kernel is wrong, or if the child process gave no result.
     """
@@ -31,7 +32,7 @@ def prove_kernels(model: str, timeout_s: float, command: Sequence[str] = PROOF) 
 
 
 def as_table(report: DoctorReport) -> str:
-    """Return the verdicts as a table, and below it what is wrong."""
+    """Return the verdicts about the kernels as a table, and below it the problems with their remedies."""
     rows = [HEADER, *map(_row, report.kernels)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

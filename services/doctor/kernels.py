@@ -18,7 +18,7 @@ BACKENDS = {"triton": "Triton", "cpu": "C++", "reference": "plain torch"}
 
 
 class KernelFacts(msgspec.Struct, frozen=True):
-    """The result of one kernel."""
+    """The result of comparing one kernel with its twin, the same operation in plain torch."""
 
     kernel: str
     backend: str
@@ -31,7 +31,8 @@ class KernelFacts(msgspec.Struct, frozen=True):
 
 
 def check_kernels(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[Finding]:
-    """Run the kernels for at most `timeout_s` in total, and yield a finding for each that has run.
+    """Compare all kernels with plain torch in a child process (`command`), for at most `timeout_s` seconds in total,
+    and yield a finding for each that has run.
 
     The kernel that was running when the process was ended, or ended by itself, is a problem.
     """
@@ -54,7 +55,7 @@ def check_kernels(timeout_s: float, command: Sequence[str] = PROBE) -> Iterator[
 
 
 def kernel_finding(facts: KernelFacts) -> Finding:
-    """Return the finding for one kernel: a problem if its numbers are wrong or it did not run."""
+    """Return the finding for the result of one kernel: a problem if its numbers are wrong or it did not run."""
     check, backend = f"kernel {facts.kernel}", BACKENDS.get(facts.backend, facts.backend)
     if facts.error:
         return problem(check, f"{backend} failed: {facts.error}", "please report it: baton doctor --report")

@@ -20,7 +20,9 @@ ReadLimit = Callable[[int], tuple[int, int]]
 
 
 def check_limits(root: Path = Path("/"), limit: ReadLimit = resource.getrlimit) -> Iterator[Finding]:
-    """Check all limits of this process. `root` holds `dev` and `proc`."""
+    """Yield findings about the limits of this process and machine: shared and locked memory, open files, host memory,
+    compiler. `root` is the folder with `dev` and `proc`; `limit` reads a limit of the process.
+    """
     yield _shared_memory(root / "dev/shm")
     yield _locked_memory(limit(resource.RLIMIT_MEMLOCK)[0])
     yield _open_files(*limit(resource.RLIMIT_NOFILE))

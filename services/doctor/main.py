@@ -24,7 +24,9 @@ from baton_serve.services.doctor.settings import DoctorSettings
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the checks and return the exit status: 0 without problems, 1 with at least one problem."""
+    """Run `baton doctor` with these arguments. Return the exit status: 0 without problems, 1 with at
+    least one problem.
+    """
     settings = load_settings(
         DoctorSettings,
         argv,
@@ -51,7 +53,9 @@ def _shown(report: DoctorReport, settings: DoctorSettings) -> str:
 
 
 def _user() -> str:
-    """Return the name of the user, or "" in a container that has none for its number."""
+    """Return the name of the user who runs this process, or "" in a container that has no name for the
+    user's number.
+    """
     # The name is looked up by number, unless a variable such as USER holds it.
     try:
         return getpass.getuser()
@@ -60,7 +64,9 @@ def _user() -> str:
 
 
 async def run_checks(settings: DoctorSettings, root: Path) -> list[Finding]:
-    """Run the checks that `settings` ask for and return their findings in a fixed order."""
+    """Run the checks that `settings` ask for, and return their findings in a fixed order. `root` is the folder with
+    `sys`, `proc` and `dev`.
+    """
     findings = [*check_cards(root), *check_visible(root, environment()), *check_limits(root)]
     facts: ProbeFacts | Finding | None = None
     if settings.device:

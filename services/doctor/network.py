@@ -17,7 +17,9 @@ SLOW_ANSWER_S = 0.05
 
 
 async def check_network(registry: str, peers: list[str]) -> AsyncIterator[Finding]:
-    """Try the registry, if there is one, and each peer (HOST:PORT)."""
+    """Try to reach the registry at the URL `registry` (none if it is empty) and each peer (HOST:PORT), and yield a
+    finding for each.
+    """
     # A memory:// registry lives inside a router, which is tried like any peer.
     if registry.startswith("memory://"):
         peers = [urlsplit(registry).netloc, *peers]

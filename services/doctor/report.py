@@ -40,14 +40,16 @@ _PATH = re.compile(r"(?<![\w:/.])/(?:[^\s/:,;'\"()]+/)*[^\s/:,;'\"()]+")
 
 @dataclass(frozen=True, slots=True)
 class Redaction:
-    """Removes private names from a text."""
+    """Removes the names of this host and of the user, and private paths, from a text for an issue."""
 
     host: str
     user: str
     """Both may be empty, if they are not known."""
 
     def apply(self, text: str) -> str:
-        """Return `text` without the host, the user and the folders of paths. A file name with a suffix stays."""
+        """Return `text` with placeholders for the host, the user and private paths. A file name with a suffix stays
+        readable.
+        """
         # Paths first: their folders often contain the user's name, and then disappear as a whole.
         text = _PATH.sub(self._path, text)
         for name, mark in ((self.host, "HOST"), (self.host.split(".")[0], "HOST"), (self.user, "USER")):
@@ -66,7 +68,9 @@ class Redaction:
 
 
 def as_issue_text(report: DoctorReport, root: Path, environ: Mapping[str, str], redaction: Redaction) -> str:
-    """Return the report for an issue: facts about the machine, then a line for each finding, without remedies."""
+    """Return the report as text for an issue that anyone may read: facts about the machine, then a line for each
+    finding, without remedies. `redaction` removes private names from it.
+    """
     # Without remedies: the reader of an issue knows them, and the text stays short enough to paste.
     problems = sum(finding.status == "problem" for finding in report.findings)
     lines = [
@@ -114,7 +118,9 @@ def _cpu(root: Path) -> str:
 
 
 def _gpu(node: Path) -> str:
-    """Describe a GPU by its PCI ids, such as `8086:e20b, driver xe`."""
+    """Return a description of the GPU with the folder `node` in sysfs, by its PCI ids, such as
+    `8086:e20b, driver xe`.
+    """
     device = node / "device"
     ids = ":".join(_text(device / name).removeprefix("0x") for name in ("vendor", "device"))
     driver = (device / "driver").resolve().name if (device / "driver").exists() else "none"

@@ -7,7 +7,7 @@ from msgspec import Meta
 
 
 class DoctorSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Which checks run, and how the result is printed."""
+    """The settings of `baton doctor`: which checks run, and how the result is printed."""
 
     json: Annotated[bool, Meta(description="print the findings as one JSON object", extra={"group": "checks"})] = False
     registry: Annotated[

@@ -26,7 +26,8 @@ learned of the change still find them."""
 
 
 class AdapterLoader:
-    """Applies `LoadAdapter` and `UnloadAdapter` messages, from start to shutdown of the process. Event loop only.
+    """Loads and unloads the LoRA adapters of one instance when routers ask for it (`LoadAdapter`, `UnloadAdapter`). Use
+    it only on the event loop.
 
     `announce` publishes the current list of adapters to routers and registry.
     """
@@ -47,7 +48,9 @@ class AdapterLoader:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_message(self, router: RouterId, message: LoadAdapter | UnloadAdapter) -> None:
-        """Apply the change in a task and answer `router` with `AdapterChanged` when it is done or refused."""
+        """Apply the change that `message` asks for in a task, and answer `router` with `AdapterChanged` when it is done
+        or refused.
+        """
         task = asyncio.get_running_loop().create_task(self._answer(router, message), name="adapter")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -59,7 +62,9 @@ class AdapterLoader:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _answer(self, router: RouterId, message: LoadAdapter | UnloadAdapter) -> None:
-        """Apply one change and answer the router."""
+        """Apply the change that `message` asks for, after all earlier ones, and answer `router` with
+        `AdapterChanged`.
+        """
         refusal: AdapterRefusal | None = None
         reason = ""
         # Two changes of one name must not overlap: the check for a known name and the load are not atomic. asyncio's
@@ -76,7 +81,7 @@ class AdapterLoader:
         self._router.send(router, AdapterChanged(request_id=message.request_id, refusal=refusal, message=reason))
 
     async def _load(self, message: LoadAdapter) -> None:
-        """Load an adapter.
+        """Load the adapter that `message` names into the engine. Do nothing if the same one is loaded already.
 
         Raises `AdapterError` if its name is in use for another folder and the message does not replace it.
         """
@@ -99,21 +104,27 @@ class AdapterLoader:
         await self._announce()
 
     async def _unload(self, message: UnloadAdapter) -> None:
-        """Unload an adapter. Raises `EngineError` if it is not loaded."""
+        """Unload the adapter that `message` names; running requests may still use it. Raises `EngineError` if it is not
+        loaded.
+        """
         await self._engine.call(lambda engine: engine.adapters.unload(message.name))
         logger.info("unloaded LoRA adapter %s", message.name)
         self._collect_later()
         await self._announce()
 
     def _collect_later(self) -> None:
-        """Let the engine free adapters without a name that no request uses any more, after the grace time."""
+        """Let the engine free the weights of unloaded and replaced adapters that no request uses any more, after
+        `UNLOADED_ADAPTER_GRACE_S` seconds.
+        """
         asyncio.get_running_loop().call_later(
             UNLOADED_ADAPTER_GRACE_S, self._engine.post, lambda engine: engine.adapters.collect()
         )
 
 
 def _refusal(message: LoadAdapter | UnloadAdapter) -> AdapterRefusal:
-    """Return why a change was refused: `invalid` or `not_found`."""
+    """Return the kind of refusal for a change that failed: `not_found` if the folder or the adapter is missing, else
+    `invalid`.
+    """
     is_missing = isinstance(message, UnloadAdapter) or not Path(message.path).is_dir()
     # The HTTP status depends on it: a missing folder or name is a 404, a broken adapter a 400.
     return "not_found" if is_missing else "invalid"

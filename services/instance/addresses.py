@@ -13,18 +13,23 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def tcp(settings: InstanceSettings, port: int, *, any_port: str = "0") -> str:
-    """Return the address `tcp://HOST:PORT` to bind. If `port` is 0, `any_port` is its text, with which the caller's
-    library chooses a free port."""
+    """Return the address `tcp://HOST:PORT` that the instance binds. If `port` is 0, `any_port` stands for it, with
+    which the caller's library chooses a free port.
+    """
     return f"tcp://{_bracketed(settings.host)}:{port or any_port}"
 
 
 def for_routers(settings: InstanceSettings) -> str:
-    """Return the address to bind for requests of routers."""
+    """Return the address on which the instance accepts connections of routers: a TCP port, or with `--rpc-socket` a
+    Unix socket.
+    """
     return ANY_UNIX_SOCKET if settings.rpc_socket else tcp(settings, settings.rpc_port)
 
 
 def advertised(settings: InstanceSettings, bound: str) -> str:
-    """Return the address under which others reach an endpoint that was bound at `bound`."""
+    """Return the address under which other processes reach a port or socket of this instance that was
+    bound at `bound`.
+    """
     # A Unix socket has the same name for all processes of the machine.
     if bound.startswith("ipc:"):
         return bound
@@ -32,7 +37,7 @@ def advertised(settings: InstanceSettings, bound: str) -> str:
 
 
 def advertised_http(settings: InstanceSettings, port: int) -> str:
-    """Return `HOST:PORT` of the HTTP endpoints for the registry record."""
+    """Return `HOST:PORT` of the instance's HTTP endpoints (/health, /metrics) as the registry shows it."""
     return f"{_bracketed(advertised_host(settings))}:{port}"
 
 
@@ -57,7 +62,9 @@ def check_ports(settings: InstanceSettings) -> None:
 
 
 def shared_memory_host() -> str:
-    """Return an id that is equal for all processes that can share memory: those of one running kernel."""
+    """Return an id that is equal for all processes that can share memory, that is, those under the same
+    running kernel.
+    """
     return BOOT_ID.read_text().strip() if BOOT_ID.exists() else socket.gethostname()
 
 

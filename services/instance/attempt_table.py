@@ -20,27 +20,33 @@ from baton_serve.services.instance.ports import StepResult
 
 
 class RequestObserver(Protocol):
-    """The callbacks by which a role (prefill, decode, unified) follows one request in the engine. They are called on
-    the event loop and must not block.
+    """The callbacks by which the handler of a role (prefill, decode, unified) follows one request in the engine. They
+    are called on the event loop and must not block.
     """
 
     def completed(self, blocks: CompletedBlocks) -> None: ...
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """The layer groups `parts` of these blocks are computed; `completed` follows for the whole blocks."""
+        """Called when the layer groups with the numbers `parts` of these blocks are computed; `completed` follows for
+        the whole blocks.
+        """
 
     def token(self, output: SequenceOutput) -> None: ...
     def held(self, at: float) -> None:
-        """The prompt is computed and its first tokens have been reported; the step ended at `at`."""
+        """Called when the prompt is computed, its first tokens have been reported, and the engine keeps its blocks. The
+        step ended at `at` (`time.monotonic()`).
+        """
 
     def ended(self) -> None:
-        """The request has no sequence left that generates tokens."""
+        """Called when no sequence of the request generates tokens any more."""
 
     def failed(self, code: ErrorCode, message: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PulledPrefix:
-    """Blocks of the prompt that were fetched from the cache of another instance instead of being computed."""
+    """The part of a prompt whose blocks were fetched from the cache of another instance (`source`) instead of being
+    computed.
+    """
 
     source: InstanceId
     num_tokens: int
@@ -49,8 +55,8 @@ class PulledPrefix:
 
 @dataclass(eq=False, slots=True)
 class AttemptEntry:
-    """One attempt at a request, from its acceptance until its resources are free. `request_id` is the router's id;
-    `work.request_id` is the id that is unique inside this process.
+    """One attempt at a request on this instance, from its acceptance until its resources are free. `request_id` is the
+    id that the router gave it; `work.request_id` is the id that is unique inside this process.
     """
 
     router: RouterId
@@ -70,7 +76,7 @@ class AttemptEntry:
         self.live = set(self.work.sequences)
 
     def end_sequence(self, sequence: int) -> None:
-        """Mark a sequence as ended, and notify the observer after the last one."""
+        """Mark the sequence with this index as ended, and call the observer's `ended` after the last one."""
         if sequence in self.live:
             self.live.discard(sequence)
             if not self.live and self.progress is not None:
@@ -78,7 +84,9 @@ class AttemptEntry:
 
 
 class AttemptTable:
-    """Holds all attempts of this instance. Owned by `RequestServer`; event loop only."""
+    """Holds all attempts of this instance by their ids and their routers. `RequestServer` owns it. Use it only on the
+    event loop.
+    """
 
     def __init__(self) -> None:
         self._by_id: dict[RequestId, AttemptEntry] = {}
@@ -89,9 +97,11 @@ class AttemptTable:
         return len(self._by_id)
 
     def add(self, router: RouterId, work: Work) -> AttemptEntry:
-        """Add an attempt with a new id inside the process.
+        """Add an attempt at the request `work` for `router`, and return it with a new id that is unique inside this
+        process.
 
-        The router must have no live attempt with this id; the caller checks that with `find` and detaches an old one.
+        The router must have no live attempt with the same request id; the caller checks that with `find` and detaches
+        an old one.
         """
         self._num_added += 1
         engine_request_id = RequestId(f"{work.request_id}#{self._num_added}")
@@ -101,12 +111,12 @@ class AttemptTable:
         return request
 
     def find(self, router: RouterId, request_id: RequestId) -> AttemptEntry | None:
-        """Return the live attempt of `router` with this id, or None."""
+        """Return the attempt of `router` with this request id if it is not detached, or None."""
         return self._by_router.get(router, {}).get(request_id)
 
     def detach(self, request: AttemptEntry) -> None:
-        """Send no more messages about this attempt. The router has given it up and may use the id again; the attempt's
-        resources are not free yet.
+        """Send the router no more messages about this attempt. The router has given it up and may use the request id
+        again; the attempt's resources are not free yet.
         """
         attempts = self._by_router.get(request.router, {})
         # After a repeated id the entry may belong to the newer attempt, which must stay.
@@ -117,22 +127,22 @@ class AttemptTable:
         request.live.clear()
 
     def remove(self, request: AttemptEntry) -> None:
-        """Forget an attempt. Call it when all its resources are free."""
+        """Remove an attempt from the table. Call it when all its resources are free."""
         self.detach(request)
         del self._by_id[request.work.request_id]
 
     def of_router(self, router: RouterId) -> list[AttemptEntry]:
-        """Return the live attempts of a router, as a copy."""
+        """Return a copy of the list of a router's attempts that are not detached."""
         return list(self._by_router.get(router, {}).values())
 
     def all(self) -> list[AttemptEntry]:
-        """Return all attempts, including detached ones whose resources are not free yet."""
+        """Return all attempts, including detached ones, whose resources are not free yet."""
         return list(self._by_id.values())
 
     def apply(self, result: StepResult, at: float) -> dict[RouterId, list[Answer]]:
-        """Pass the results of one step to the observers of their requests, and return the answers to send to each
-        router. Completed blocks are reported first, because a handoff waits for them. `at` is when the step ended
-        (`time.monotonic()`).
+        """Pass the results of one engine step to the observers of their requests, and return the answers to send to
+        each router. Completed blocks are reported first, because a handoff waits for them. `at` is the time at which
+        the step ended (`time.monotonic()`).
         """
         for blocks in result.completed:
             if progress := self._progress(blocks.request_id):
@@ -154,7 +164,9 @@ class AttemptTable:
         return answers
 
     def apply_layer_groups(self, tail: CompletedLayerGroups) -> None:
-        """Pass layer groups that are computed to the observers of their requests, while the step is still running."""
+        """Pass layer groups that the engine has computed to the observers of their requests, while the step is still
+        running.
+        """
         for blocks in tail.blocks:
             if progress := self._progress(blocks.request_id):
                 progress.completed_layer_groups(blocks, tail.parts)
@@ -175,7 +187,7 @@ class AttemptTable:
         return None if request is None else request.progress
 
     def check_invariants(self) -> None:
-        """Assert that both indexes hold the same attempts. For tests."""
+        """Assert that the two indexes of the table, by id and by router, hold the same attempts. Only tests call it."""
         for router, attempts in self._by_router.items():
             assert attempts, "a router without requests is remembered"
             for request_id, request in attempts.items():
@@ -192,8 +204,8 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
 
 
 def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport:
-    """Return the message that reports a finished prompt to its router: time in the queue and of the computation, cached
-    and pulled tokens.
+    """Return the message that reports a finished prompt to its router: the times in the queue and of the computation,
+    and the numbers of cached and pulled tokens.
     """
     cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
     if info.host_tokens:
@@ -211,7 +223,7 @@ def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport
 
 
 def tokens_of(request: AttemptEntry, output: SequenceOutput) -> Tokens:
-    """Make the router's message for new tokens of a sequence."""
+    """Return the message that reports new tokens of one sequence (`output`) to the router."""
     return Tokens(
         request_id=request.request_id,
         sequence=output.sequence,

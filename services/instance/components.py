@@ -18,7 +18,9 @@ from baton_serve.services.instance.request_server import RoleHandler
 
 @dataclass(frozen=True, slots=True)
 class RoleDependencies:
-    """The parts of the process that a role's request handler uses; created once by `InstanceProcess`."""
+    """The parts of an instance process that the request handler of its role uses; `ModelParts` creates it once the
+    model is loaded.
+    """
 
     engine: EngineThread[Engine]
     transfer: TransferNode
@@ -33,7 +35,8 @@ MakeHandler = Callable[[RoleDependencies], RoleHandler]
 
 
 class InstanceService(Protocol):
-    """Serves the routers of this process: `RequestServer`, or `PoolingServer` for models that compute vectors.
+    """The interface of an instance's server, which answers its routers: `RequestServer`, `PoolingServer` for models
+    that compute vectors, or `SleepingServer` without a model.
 
     All methods are called on the event loop.
     """

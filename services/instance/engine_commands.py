@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCommands:
-    """Executes `EngineCommand` messages, from start to shutdown of the process. Event loop only."""
+    """Executes commands of operators that routers pass on (`EngineCommand`): forget the prefix cache, profile, sleep,
+    load new weights. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -27,7 +29,8 @@ class EngineCommands:
         router: RouterPort,
         profile_folder: str,
     ) -> None:
-        """`engine` returns the present engine, or raises `ConfigError` if there is none that generates text.
+        """Execute nothing yet. `engine` returns the thread of the present engine, or raises `ConfigError` if there is
+        none that generates text. `model` changes the model.
 
         `profile_folder` gets the traces of profiles; it is empty if profiles are off.
         """
@@ -38,13 +41,13 @@ class EngineCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_message(self, router: RouterId, command: EngineCommand) -> None:
-        """Execute a command in a task, and answer `router` when it is done or has failed."""
+        """Execute `command` in a task, and answer `router` when it is done or has failed."""
         task = asyncio.get_running_loop().create_task(self._answer(router, command), name="engine command")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Stop running commands. Their routers get no answer."""
+        """Cancel running commands and wait for their end. Their routers get no answer."""
         self._model.close()
         for task in self._tasks:
             task.cancel()
@@ -65,7 +68,9 @@ class EngineCommands:
         await self._model.publish()
 
     async def _execute(self, command: EngineCommand) -> str:
-        """Execute a command and return a text about its result. Raises an error of `LOAD_FAILURES`."""
+        """Execute `command` and return a text for the operator about its result. Raises an error of `LOAD_FAILURES` if
+        it fails.
+        """
         match command.action:
             case "reset_prefix_cache":
                 is_empty = await self._engine().call(lambda engine: engine.reset_prefix_cache())

@@ -29,7 +29,7 @@ DEFAULT_NUM_SEQS = 256
 
 
 def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
-    """Return the engine's configuration for these settings and this role."""
+    """Return the configuration of the engine for an instance with these settings and this role."""
     num_seqs = settings.max_num_seqs
     if num_seqs is None:
         # A step has at least one token per running sequence, so more sequences than tokens are useless.
@@ -84,17 +84,19 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
 
 
 def model_kind(settings: InstanceSettings) -> ModelKind:
-    """Return what the model computes: generate, embed or classify. Raises `engine.errors.ConfigError`."""
+    """Return what the model of the settings computes: `generate` (text), `embed` or `classify` (vectors). Raises
+    `engine.errors.ConfigError` if that cannot be found or `--task` contradicts the model.
+    """
     return detect_model_kind(model_folder(settings.model), runner=settings.runner, task=settings.task)
 
 
 def build_engine(
     settings: InstanceSettings, role: Role, on_lost: Callable[[str], None], weights_version: str = ""
 ) -> Engine:
-    """Build the engine of a generating model. Call it in the engine thread.
+    """Load the model and build the engine of a model that generates text. Call it in the engine thread.
 
-    `on_lost` is called from another thread with the reason if the engine cannot continue. Raises
-    `engine.errors.EngineError`.
+    `on_lost` is called from another thread with the reason if the engine cannot continue. `weights_version`
+    distinguishes replaced weights of the same model. Raises `engine.errors.EngineError` if the model cannot be loaded.
     """
     _set_threads(settings)
     config = replace(engine_config(settings, role), weights_version=weights_version)
@@ -105,9 +107,10 @@ def build_engine(
 
 
 def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind) -> PoolingEngine:
-    """Build the engine of a model that computes vectors. Call it in the engine thread.
+    """Load the model and build the engine of a model that computes vectors, such as embeddings. Call it in the engine
+    thread.
 
-    Raises `engine.errors.EngineError`.
+    Raises `engine.errors.EngineError` if the model cannot be loaded.
     """
     _set_threads(settings)
     with ProgressBar() as progress:
@@ -117,7 +120,7 @@ def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind
 
 
 def _set_threads(settings: InstanceSettings) -> None:
-    """Bind the calling thread, which is the engine thread, to its cores, and set torch's number of threads."""
+    """Bind the calling thread, which is the engine thread, to its CPU cores, and set torch's number of threads."""
     pin_to_cores(settings)
     # OMP_NUM_THREADS has no effect in a process that was forked after torch had read it, so torch gets the number
     # again.
@@ -131,14 +134,15 @@ _REPORT_INTERVAL_S = 5.0
 
 
 class ProgressBar:
-    """Shows the progress of loading: as a bar on a terminal, which disappears at the end, and as log lines otherwise.
+    """Shows the progress of loading a model: as a bar on a terminal, which disappears at the end, and as log lines
+    otherwise.
 
     A thread writes the lines, because stages such as the build of kernels take minutes without reporting a fraction.
     The debug log records when each stage began.
     """
 
     def __init__(self, *, interval_s: float = _REPORT_INTERVAL_S) -> None:
-        """`interval_s` is the time between two log lines in seconds."""
+        """Show nothing yet. `interval_s` is the time between two log lines in seconds."""
         self._interval_s = interval_s
         self._stage, self._fraction = "", 0.0
         self._began_at = time.monotonic()

@@ -43,14 +43,16 @@ that step first, because a handoff may depend on it."""
 
 @dataclass(frozen=True, slots=True)
 class TimedStepResult:
-    """Result of one step and the time when it ended (`time.monotonic()`)."""
+    """The result of one step of the engine, and the time `at` which it ended (`time.monotonic()`)."""
 
     result: StepResult
     at: float
 
 
 class EngineCalls(Protocol):
-    """The methods of the engine thread that request handling calls; `EngineThread` implements and documents them."""
+    """The interface by which code on the event loop runs functions in the engine thread; `EngineThread` implements and
+    documents it.
+    """
 
     def call(
         self, action: Callable[[EnginePort], T], *, then: Callable[[T], None] | None = None
@@ -60,7 +62,9 @@ class EngineCalls(Protocol):
 
 
 class PoolingEngineCalls(Protocol):
-    """The calls of request handling into a pooling engine; implemented by `EngineThread`."""
+    """The interface by which code on the event loop runs functions in the thread of an engine that computes vectors;
+    `EngineThread` implements and documents it.
+    """
 
     def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
 
@@ -68,7 +72,7 @@ class PoolingEngineCalls(Protocol):
 
 
 class EngineThread(Generic[E]):
-    """Owns an engine and the thread that runs it.
+    """Owns an engine and the thread that builds it and runs its steps.
 
     `start` builds the engine, `attach` starts to run steps, `stop` ends the thread. All methods belong to the event
     loop's thread, except `give_up` and `deliver`, which any thread may call.
@@ -92,7 +96,7 @@ class EngineThread(Generic[E]):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the thread runs; after `stop` only if it is stuck, for example while loading."""
+        """Return whether the engine thread runs; after `stop` only if it is stuck, for example while loading."""
         return self._thread.is_alive()
 
     async def start(self) -> E:
@@ -117,7 +121,8 @@ class EngineThread(Generic[E]):
         on_stats: Callable[[EngineStats], None],
         on_broken: Callable[[EngineBroken], None],
     ) -> None:
-        """Start to run steps. All callbacks are called on this event loop; `on_broken` is the last call.
+        """Start to run steps. All callbacks are called on this event loop: `on_step_result` after each step, `on_stats`
+        with new statistics, and `on_broken`, as the last one, if the engine cannot continue.
 
         `on_stats` is called after `on_step_result` of the steps that changed the statistics.
         """
@@ -142,19 +147,24 @@ class EngineThread(Generic[E]):
         return future
 
     def post(self, action: Callable[[E], object]) -> None:
-        """Run `action` as `call` does, without a result. An error is logged; a stopped engine ignores the command."""
+        """Run `action` in the engine thread as `call` does, but without a result. An error is logged; nothing happens
+        if the engine has stopped.
+        """
         if not self._is_broken:
             self._commands.put(_Command(action, None))
 
     def give_up(self, reason: str) -> None:
-        """Report that the engine cannot continue. Any thread may call it, even while the engine thread is stuck in a
-        step."""
+        """Report that the engine cannot continue, because of `reason`: `on_broken` is called. Any thread may call it,
+        even while the engine thread is stuck in a step.
+        """
         if self._attached.is_set() and not self._is_broken:
             self._is_broken = True
             self.deliver(self._on_broken, EngineBroken(reason))
 
     async def stop(self) -> None:
-        """Wait for the running step and close the engine. Afterwards nothing uses the engine's memory any more."""
+        """Wait for the running step, close the engine and end the thread. Afterwards nothing uses the engine's memory
+        any more.
+        """
         self._commands.put(None)
         self._attached.set()
         # Shielded: the shutdown phase has a deadline and cancels this wait if the thread is stuck in native code, but
@@ -244,7 +254,7 @@ class EngineThread(Generic[E]):
             self._time_slicer.end()
 
     def _take(self, wait_s: float | None) -> "list[_Command[E, object]] | None":
-        """Return all queued commands, or None if the thread must stop.
+        """Return all functions that wait to run in the engine thread, or None if the thread must stop.
 
         Wait up to `wait_s` seconds for the first one; None waits without limit, 0 does not wait.
         """
@@ -266,7 +276,7 @@ class EngineThread(Generic[E]):
 
 
 class _Command(Generic[E, T]):
-    """Carries one action to the engine thread and its result back to the event loop."""
+    """Carries one function to the engine thread, and its result or error back to the event loop."""
 
     def __init__(
         self,
@@ -281,7 +291,7 @@ class _Command(Generic[E, T]):
         self._error: Exception | None = None
 
     def run(self, engine: E) -> None:
-        """Run the action in the engine thread and keep its result or exception."""
+        """Call the function with the engine, in the engine thread, and keep its result or exception for `settle`."""
         try:
             self._value = self._action(engine)
         # An expected error, such as a refused request: it belongs to the caller and needs no traceback here.
@@ -294,7 +304,9 @@ class _Command(Generic[E, T]):
             logger.error("engine command failed: %s", self._error)
 
     def settle(self) -> None:
-        """Resolve the future and call `then`, on the event loop."""
+        """Pass the kept result or exception to the caller's future and, after a success, call `then`. Runs on the event
+        loop.
+        """
         # The caller may have been cancelled meanwhile: its future is done then.
         if self.future is None or self.future.done():
             return

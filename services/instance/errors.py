@@ -11,11 +11,13 @@ from baton_serve.contracts.messages import ErrorCode
 
 
 class InstanceError(Exception):
-    """Base class of all errors in this module."""
+    """Base class of the errors that an instance process raises itself."""
 
 
 class RequestFailed(InstanceError):  # noqa: N818 - named after the event, as in `messages.Failed`
-    """Ends one request. It is sent to the router as `messages.Failed`; `lost` names a peer instance that caused it."""
+    """Ends one request. It is sent to the router as `messages.Failed` with `code` and text; `lost` names another
+    instance that caused it by being dead or unreachable.
+    """
 
     def __init__(self, code: ErrorCode, message: str, *, lost: InstanceId | None = None) -> None:
         super().__init__(message)
@@ -24,8 +26,10 @@ class RequestFailed(InstanceError):  # noqa: N818 - named after the event, as in
 
 
 class EngineBroken(InstanceError):  # noqa: N818
-    """Reports that a step of the engine raised. The state of the engine is undefined, so it is not used again."""
+    """The engine cannot continue: a step raised, hung, or lost a rank. The state of the engine is undefined, so it is
+    not used again.
+    """
 
 
 class StartFailed(InstanceError):  # noqa: N818
-    """Reports that the process cannot start. The message is one line that states cause and remedy."""
+    """The instance process cannot start. The message is one line that states cause and remedy."""

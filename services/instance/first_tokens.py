@@ -12,7 +12,7 @@ MAX_PAYLOAD_BYTES = 256 * 1024
 
 
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
-    """The first generated token of one sequence."""
+    """The first generated token of one sequence, which the prefill instance has sampled."""
 
     sequence: int
     token_id: int
@@ -21,8 +21,9 @@ class FirstToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FirstTokens(msgspec.Struct, frozen=True):
-    """The data that travel behind the last block of a handoff: the first token of each sequence. `since_end_s` is the
-    time in seconds from the end of the prompt's computation to the encoding.
+    """The data that travel behind the last block of a handoff, from the prefill to the decode instance: the first token
+    of each sequence. `since_end_s` is the time in seconds from the end of the prompt's computation to the encoding of
+    these data.
     """
 
     tokens: list[FirstToken]
@@ -33,10 +34,12 @@ _decoder = Decoder[FirstTokens](FirstTokens, max_bytes=MAX_PAYLOAD_BYTES)
 
 
 def encode_first_tokens(tokens: list[FirstToken], *, since_end_s: float) -> bytes:
-    """Encode the payload of a handoff."""
+    """Return the bytes that a prefill instance sends behind the last block of a handoff (see `FirstTokens`)."""
     return encode(FirstTokens(tokens, since_end_s))
 
 
 def decode_first_tokens(payload: bytes) -> FirstTokens:
-    """Decode the payload of a handoff. Raises `contracts.wire.WireError` if it is too long or malformed."""
+    """Return the content of `payload`, the bytes behind the last block of a handoff. Raises `contracts.wire.WireError`
+    if they are too long or malformed.
+    """
     return _decoder.decode(payload)

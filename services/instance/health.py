@@ -34,7 +34,8 @@ Address = tuple[str, int]
 
 
 def owners(client: Address, server: Address, tables: Iterable[Path] = TABLES) -> set[int]:
-    """Return the user ids that own `client`'s end of a connection to the port of `server`, usually one.
+    """Return the user ids of the processes that own the client's end of a TCP connection from `client` to the port of
+    `server`, usually one.
 
     `tables` are the kernel's lists of TCP connections. The set is empty if the client is on another machine, if it has
     closed the connection, or if no table can be read.
@@ -52,14 +53,16 @@ def owners(client: Address, server: Address, tables: Iterable[Path] = TABLES) ->
 
 
 def _parsed(text: str) -> Address:
-    """Parse an address such as `0100007F:1F90`: words of 32 bits in the byte order of the machine, and the port."""
+    """Parse an address in the form of the kernel's tables, such as `0100007F:1F90`: words of 32 bits in the byte order
+    of the machine, and the port. Return (IP address as text, port).
+    """
     digits, _, port = text.partition(":")
     words = [int(digits[at : at + 8], 16).to_bytes(4, "little") for at in range(0, len(digits), 8)]
     return _plain(ipaddress.ip_address(b"".join(words))), int(port, 16)
 
 
 def _plain(address: "str | ipaddress.IPv4Address | ipaddress.IPv6Address") -> str:
-    """Return an address as text. An IPv4 address that is mapped to IPv6 is returned as IPv4."""
+    """Return an IP address as text. An IPv4 address that is mapped to IPv6 (`::ffff:…`) is returned as IPv4."""
     found = ipaddress.ip_address(address) if isinstance(address, str) else address
     return str((isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped) or found)
 
@@ -68,9 +71,10 @@ logger = logging.getLogger(__name__)
 
 
 class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer of `GET /health`.
+    """The answer of an instance to `GET /health`.
 
-    `links` show the transport to each peer and its measured speed, so that a slow transport does not stay unnoticed.
+    `links` show the transport from each other instance that sends KV blocks here and its measured speed, so that a slow
+    transport does not stay unnoticed.
     """
 
     status: str
@@ -93,7 +97,7 @@ class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Drained(msgspec.Struct, frozen=True):
-    """The answer to `POST /admin/drain`."""
+    """The answer of an instance to `POST /admin/drain`."""
 
     status: str
     instance: InstanceId
@@ -108,8 +112,8 @@ def create_app(
     drain: Callable[[bool], Awaitable[None]],
     key: ClusterKey | None,
 ) -> Starlette:
-    """Make the HTTP application of an instance: health, metrics and drain. `drain(exit_afterwards)` returns as soon as
-    new work is refused. `key` authenticates operators.
+    """Return the HTTP application (ASGI) of an instance: health, metrics and drain. `drain(exit_afterwards)` must
+    return as soon as new requests are refused. `key` authenticates operators from other machines.
     """
 
     async def show_health(_: Request) -> Response:
@@ -149,7 +153,8 @@ def create_app(
 
 
 def is_operator(request: Request, key: ClusterKey | None) -> bool:
-    """Return whether a request may drain: it has the cluster key, or comes from a local process of this user or root.
+    """Return whether a request may drain this instance: it has the cluster key, or comes from a local process of this
+    user or root.
 
     Requests with an Origin header need the key. A web page in the browser of this user would pass the other check, but
     does not act for the user; browsers add that header to each POST.

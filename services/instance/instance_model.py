@@ -37,17 +37,20 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Addresses of an instance process that do not depend on its model, as the registry shows them."""
+    """The addresses of an instance process that stay the same when its model is replaced, as the
+    registry shows them.
+    """
 
     rpc: str
     http: str
 
 
 class InstanceModel:
-    """Owns the loaded model, or the server that stands in for it. Event loop only; implements `ModelHost`.
+    """Owns the loaded model of an instance or, while it sleeps or loads, the server that refuses requests in its place.
+    Implements `ModelHost`. Use it only on the event loop.
 
-    `serving` is the server that the routers see. After `load` it stays the stand-in until `publish`, so that the old
-    generation does not answer for the new model.
+    `serving` is the server that the routers see. After `load` it is still the one that refuses requests until
+    `publish`, so that the old generation does not answer for the new model.
     """
 
     serving: InstanceService
@@ -55,7 +58,9 @@ class InstanceModel:
     _last_record: InstanceRecord
 
     def __init__(self, process: ProcessParts, instance: InstanceId, on_fatal: Callable[[Exception], None]) -> None:
-        """Load nothing yet. `on_fatal` ends the process. Raises as `ModelParts` does."""
+        """Load nothing yet. `on_fatal` is called with an error that must end the process. Raises the errors of
+        `ModelParts.__init__`.
+        """
         self._process = process
         self._on_fatal = on_fatal
         self.weights = WeightsSource(model=process.settings.model, load_format=process.settings.load_format)
@@ -69,7 +74,9 @@ class InstanceModel:
         """Called whenever `serving` is another server. The owner sets it, and drops the old one."""
 
     async def start(self, connections: ModelConnections) -> None:
-        """Load the model that the settings name. Raises as `ModelParts.start` does; the caller calls `close` then."""
+        """Load the model that the settings name. Raises the errors of `ModelParts.start`; the caller then calls
+        `close`.
+        """
         self._connections = connections
         assert self._model is not None
         await self._model.start(connections)
@@ -77,24 +84,27 @@ class InstanceModel:
         self.device = self._model.device()
 
     async def close(self) -> None:
-        """Close the model, if one is loaded."""
+        """Stop all parts of the loaded model and free its memory. Do nothing if none is loaded."""
         model, self._model = self._model, None
         if model is not None:
             await model.close()
 
     @property
     def is_loading(self) -> bool:
-        """Return whether the engine thread is still alive after the shutdown: it is loading then, and cannot be
-        stopped."""
+        """Return whether the engine thread is still alive, asked after the shutdown: it is loading a model then, and
+        cannot be stopped.
+        """
         return self._thread is not None and self._thread.is_alive
 
     @property
     def model(self) -> ModelParts | None:
-        """Return the model that requests use; None while the instance sleeps or loads."""
+        """Return the parts of the model that requests use now; None while the instance sleeps or loads."""
         return self._model if self._model is not None and self._model.identity == self.identity else None
 
     def engine_thread(self) -> EngineThread[Engine]:
-        """Return the thread of an engine that generates text. Raises `ConfigError` if there is none."""
+        """Return the engine thread of the loaded model. Raises `ConfigError` if no model is loaded, or if it does not
+        generate text.
+        """
         model = self.model
         if model is None:
             raise ConfigError("the model is not loaded: the instance sleeps or loads new weights")
@@ -103,14 +113,18 @@ class InstanceModel:
         return cast("EngineThread[Engine]", model.thread)
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Pass a router's message to the model, or to the server that stands in for it."""
+        """Pass a router's message to the parts of the loaded model or, without a model, to the server that refuses
+        requests.
+        """
         if (model := self.model) is not None:
             model.on_message(router, message)
         else:
             self.serving.on_message(router, message)
 
     def record(self, addresses: Addresses) -> InstanceRecord:
-        """Return the registry record of the instance, with its present load. `addresses` are those of the process."""
+        """Return the registry record of this instance, with its present load. `addresses` are those of the process.
+        Without a model it is the last one with a model, changed so that routers place nothing here.
+        """
         if (model := self.model) is None:
             # Routers of versions before `sleeping` place nothing on an instance that drains.
             return msgspec.structs.replace(
@@ -147,25 +161,29 @@ class InstanceModel:
         return self._last_record
 
     def links(self) -> Sequence[LinkStatus]:
-        """Return the links to other instances; none without a model."""
+        """Return the state of the connections by which KV blocks arrive from other instances; none without a model."""
         return self.model.links() if self.model is not None else []
 
     def wrong_kernels(self) -> list[KernelVerdict]:
-        """Return the kernels and captured graphs that were wrong on this device; none without a model."""
+        """Return the verdicts of kernels and captured graphs that computed wrong results on this device at the start
+        and are not used; none without a model.
+        """
         return self.model.wrong_kernels() if self.model is not None else []
 
     def kill_ranks(self) -> None:
-        """Kill the other ranks of the engine, if there are any. Any thread may call it."""
+        """Kill the processes of the engine's other ranks (tensor or pipeline parallelism), if there are any. Any thread
+        may call it.
+        """
         if self._model is not None:
             self._model.kill_ranks()
 
     async def migrate_out(self) -> None:
-        """Hand the most used blocks to another instance, if there are blocks."""
+        """Offer the most used KV blocks to another instance, in a drain. Do nothing without a loaded model."""
         if self.model is not None:
             await self.model.migrate_out()
 
     def deliver(self, callback: Callable[[None], None]) -> None:
-        """Call `callback(None)` on the event loop. Any thread may call it."""
+        """Call `callback(None)` on the event loop. Any thread may call it. Do nothing without an engine thread."""
         if self._thread is not None:
             self._thread.deliver(callback, None)
 
@@ -178,7 +196,7 @@ class InstanceModel:
         return self.serving.is_draining
 
     def pause(self, reason: str) -> None:
-        """Refuse new requests for this reason."""
+        """Refuse new requests until `resume`; their routers get `reason`."""
         self.serving.pause(reason)
 
     def resume(self) -> None:
@@ -186,19 +204,22 @@ class InstanceModel:
         self.serving.resume()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no request runs; return False after `timeout_s` seconds."""
+        """Wait until no request runs on this instance; return False if one still runs after `timeout_s` seconds."""
         return await self.serving.idle(timeout_s)
 
     async def check(self, loaded: WeightsSource, weights: WeightsSource) -> None:
-        """Check that `weights` can replace those of `loaded`. Raises `EngineError`."""
+        """Check that the model files `weights` can replace those of `loaded`: the model must have the same shape.
+        Raises `EngineError` if not.
+        """
         if not weights.version:
             raise ConfigError("new weights need a version, or KV of the old ones could be used with them")
         await asyncio.to_thread(check_replacement, loaded.model, weights.model, weights.load_format)
 
     async def unload(self, reason: str) -> None:
-        """Close the model and free its memory on the device and in this process. No request may run.
+        """Close the loaded model and free its memory on the device and in this process. No request may run.
 
-        Peers that fetch blocks get an error and compute them. `serving` refuses requests for `reason` from now on.
+        Other instances that fetch blocks from it get an error and compute these blocks. `serving` refuses requests with
+        `reason` from now on.
         """
         model = self.model
         assert model is not None and not self.serving.num_requests
@@ -216,7 +237,8 @@ class InstanceModel:
         release_unused(self.device)
 
     async def load(self, weights: WeightsSource) -> None:
-        """Load a model of the same shape, and start its parts under a new generation; `publish` shows it.
+        """Load the model files `weights`, of the same shape as before, and start their parts under a new generation.
+        Routers see them only after `publish`.
 
         After an error nothing is loaded. Raises `EngineError`, `InstanceError`, `TransferError`, `OSError` or
         `zmq.ZMQError`.
@@ -235,9 +257,10 @@ class InstanceModel:
             raise
 
     async def publish(self, *, is_sleeping: bool, pause_reason: str) -> None:
-        """Show the present model to the routers, under its generation, or under a new one without a model.
+        """Show the routers what was loaded by `load`, under its generation; without a loaded model, show a new
+        generation that refuses requests.
 
-        The model refuses requests if `pause_reason` is not empty.
+        The loaded model refuses requests if `pause_reason` is not empty.
         """
         self.is_sleeping = is_sleeping
         if self._model is not None:
@@ -251,11 +274,13 @@ class InstanceModel:
         await self.on_published()
 
     def give_up(self, reason: str) -> None:
-        """End the process: it has no model any more."""
+        """End the process with an error that contains `reason`, because it has no model any more."""
         self._on_fatal(InstanceError(reason))
 
     def _check_shape(self, model: ModelParts, weights: WeightsSource) -> None:
-        """Raise `ModelError` if blocks or prompts of the new model have another shape."""
+        """Raise `ModelError` if the new model has KV blocks of another layout, or another length limit, than the one
+        before.
+        """
         before, after = self._last_record, model.engine
         if msgspec.structs.replace(after.layout, fingerprint=before.layout.fingerprint) != before.layout:
             raise ModelError(f"{weights.model} needs other KV blocks than the loaded model: {after.layout}")
@@ -267,4 +292,4 @@ class InstanceModel:
 
 
 async def _do_nothing() -> None:
-    """Stand in for the owner's reaction to a change."""
+    """Do nothing: the default of `on_published` until the owner sets it."""

@@ -17,7 +17,7 @@ from baton_serve.services.instance.kv_sharing.pulling import PullPort
 
 
 async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
-    """Decode the images of a prompt in a worker thread and return their pixels.
+    """Decode the image files of a prompt in a worker thread and return their pixels.
 
     Return `NO_PIXELS` without images or without `reader`; the engine then refuses a prompt that has images. Raises
     `engine.errors.RequestError` if a file cannot be decoded.
@@ -29,7 +29,8 @@ async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pi
 
 
 async def await_grammar(engine: EngineCalls, request: AttemptEntry) -> None:
-    """Wait until the grammar of a request is compiled, which may take seconds. Return immediately without a grammar.
+    """Wait until the grammar (structured output) of a request is compiled, which may take seconds. Return immediately
+    without a grammar.
 
     The attempt then holds the compiled grammar until it ends. The request must be added to the engine only then: a step
     waits for the grammars of all its sequences. Raises `engine.errors.RequestError` if the grammar is invalid.
@@ -42,40 +43,40 @@ async def await_grammar(engine: EngineCalls, request: AttemptEntry) -> None:
 
 
 class GenerationObserver:
-    """Implements `RequestObserver` for a request that this instance decodes; it only waits for the end."""
+    """Follows a request that this instance decodes, only to learn of its end. Implements `RequestObserver`."""
 
     def __init__(self) -> None:
         self._end: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def completed(self, blocks: CompletedBlocks) -> None:
-        """Do nothing: no peer fetches the blocks of this request."""
+        """Do nothing: no other instance fetches the blocks of this request."""
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """Do nothing: no peer fetches layer groups of this request."""
+        """Do nothing: no other instance fetches layer groups of this request."""
 
     def token(self, output: SequenceOutput) -> None:
-        """Do nothing: `AttemptTable.apply` sends tokens to the router."""
+        """Do nothing: the tokens are sent to the router elsewhere (`AttemptTable.apply`)."""
 
     def held(self, at: float) -> None:
-        """Do nothing: only `prefill` requests keep their blocks for a peer."""
+        """Do nothing: only requests of prefill instances keep their blocks after the prompt."""
 
     def ended(self) -> None:
-        """Resolve `wait`: all sequences have ended."""
+        """Let `wait` return, because all sequences have ended."""
         if not self._end.done():
             self._end.set_result(time.monotonic())
 
     def failed(self, code: ErrorCode, message: str) -> None:
-        """Let `wait` raise `RequestFailed`: the engine failed the request."""
+        """Let `wait` raise `RequestFailed`, because the engine failed the request."""
         if not self._end.done():
             self._end.set_exception(RequestFailed(code, message))
 
     @property
     def is_over(self) -> bool:
-        """Return whether all sequences have ended without an error."""
+        """Return whether all sequences of the request have ended without an error."""
         return self._end.done() and not self._end.cancelled() and self._end.exception() is None
 
     async def wait(self) -> float:
-        """Wait until all sequences have ended and return that time (`time.monotonic()`).
+        """Wait until all sequences of the request have ended and return that time (`time.monotonic()`).
 
         Raises `RequestFailed` if the engine failed the request.
         """
@@ -85,9 +86,9 @@ class GenerationObserver:
 async def generate(
     engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
 ) -> None:
-    """Compute the prompt and generate all sequences of a request; return when they have ended. First `puller` fetches
-    the cached prefix that `message` names from another instance, if it names one, and `reader` decodes the prompt's
-    images. Raises `engine.errors.RequestError` if the request can never be computed.
+    """Compute the prompt and generate all sequences of a request on this instance; return when they have ended. First
+    `puller` fetches the cached prefix that `message` names from another instance, if it names one, and `reader` decodes
+    the prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
     """
     work = request.work
     await await_grammar(engine, request)

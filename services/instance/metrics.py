@@ -37,7 +37,7 @@ class EngineCollector(Collector):
         self._links = links
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics with their current values; called at each scrape."""
+        """Yield all metrics of the engine with their current values; Prometheus' library calls it at each scrape."""
         stats, load = self._stats(), self._load()
         # Avoid a division by 0: a pooling engine has 0 blocks, and before the first prompt there are 0 queries.
         used = 1.0 - stats.free_blocks / stats.total_blocks if stats.total_blocks else 0.0
@@ -167,7 +167,9 @@ class EngineCollector(Collector):
 
 
 class TransferMetrics:
-    """Counts transfer events; implements `kvtransfer.TransferObserver` and `ports.HandoffCounter`."""
+    """Counts KV transfers and their errors as Prometheus metrics; implements `kvtransfer.TransferObserver` and
+    `ports.HandoffCounter`.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._bytes = Counter(

@@ -53,7 +53,7 @@ AnyEngineThread = EngineThread[Engine] | EngineThread[PoolingEngine]
 
 @dataclass(frozen=True, slots=True)
 class ProcessParts:
-    """The parts of an instance process that its model uses, and that outlive it."""
+    """The parts of an instance process that its model uses, and that stay when the model is replaced."""
 
     settings: InstanceSettings
     role: Role
@@ -65,8 +65,9 @@ class ProcessParts:
 
 @dataclass(frozen=True, slots=True)
 class ModelConnections:
-    """The connections of an instance process that its model uses. `announce` shows changed adapters to the routers, and
-    `on_broken` is called if the engine cannot continue."""
+    """The connections of an instance process that its model uses, and that stay when the model is replaced. `announce`
+    shows changed adapters to the routers, and `on_broken` is called if the engine cannot continue.
+    """
 
     rpc: InstanceServer
     key: ClusterKey | None
@@ -76,7 +77,8 @@ class ModelConnections:
 
 
 class ModelParts:
-    """Owns the parts from `start` until `close`. Event loop only.
+    """Owns the parts of an instance that exist while one model is loaded (engine, KV transfer, server), from `start`
+    until `close`. Use it only on the event loop.
 
     `engine`, `serving`, `events` and `transfer` exist after `start`; `transfer` is None if the model computes vectors.
     """
@@ -86,7 +88,9 @@ class ModelParts:
     events: EventPublisher
 
     def __init__(self, process: ProcessParts, identity: Identity, weights: WeightsSource) -> None:
-        """Load nothing yet. Raises `StartFailed` or `EngineError` if a flag or the role does not fit the model."""
+        """Load nothing yet. `identity` has the generation under which the model will serve, and `weights` its files.
+        Raises `StartFailed` or `EngineError` if a flag or the role does not fit the model.
+        """
         self._process = process
         self.identity = identity
         # The process keeps its own settings: its name in requests must not follow the folder of new weights.
@@ -101,7 +105,8 @@ class ModelParts:
     async def start(self, connections: ModelConnections) -> None:
         """Load the model and start all parts. After any exception the caller must call `close`.
 
-        Raises `EngineError`, `TransferError` or `zmq.ZMQError`.
+        Raises `EngineError` if the model cannot be loaded, and `TransferError` or `zmq.ZMQError` if a port cannot be
+        bound.
         """
         engine = self.engine = await self.thread.start()
         self._parts.on_stop("engine", self.thread.stop)
@@ -121,11 +126,11 @@ class ModelParts:
         self.thread.attach(on_step_result=serving.on_step_result, on_stats=serving.on_stats, on_broken=on_broken)
 
     async def close(self) -> None:
-        """Stop all parts and free the memory. Each part has a deadline."""
+        """Stop all parts and free the memory of the model. Each part has a time limit."""
         await self._parts.stop_all()
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Pass a router's message to the part that handles it."""
+        """Pass a router's message to the part that handles it: drain migration, LoRA adapters, or the server."""
         match message:
             case MigrateIn() if self._drain_migration is not None:
                 self._drain_migration.on_migrate_in(message, is_draining=self.serving.refuses_new)
@@ -145,35 +150,43 @@ class ModelParts:
                 self.serving.on_message(router, message)
 
     async def migrate_out(self) -> None:
-        """Hand the most used blocks to another instance, if there are blocks."""
+        """Offer the most used KV blocks to another instance, in a drain. Do nothing for a model that
+        computes vectors.
+        """
         if self._drain_migration is not None:
             await self._drain_migration.migrate_out()
 
     def links(self) -> Sequence[LinkStatus]:
-        """Return the links to other instances; empty for a pooling engine, which has no KV transfer."""
+        """Return the state of the connections by which KV blocks arrive from other instances; empty for a model that
+        computes vectors.
+        """
         return self.transfer.links() if self.transfer is not None else []
 
     def adapters(self) -> list[AdapterRecord]:
-        """Return the LoRA adapters that requests may name."""
+        """Return the LoRA adapters that are loaded now and that requests may name."""
         return self.engine.adapters.records() if isinstance(self.engine, Engine) else []
 
     def wrong_kernels(self) -> list[KernelVerdict]:
-        """Return the kernels and captured graphs that were wrong on this device."""
+        """Return the verdicts of kernels and captured graphs that computed wrong results on this device at the start
+        and are not used.
+        """
         verdicts = self.engine.kernel_verdicts if isinstance(self.engine, Engine) else []
         return [verdict for verdict in verdicts if not verdict.is_right]
 
     def kill_ranks(self) -> None:
-        """Kill the other ranks of the engine, if there are any. Any thread may call it."""
+        """Kill the processes of the engine's other ranks (tensor or pipeline parallelism), if there are any. Any thread
+        may call it.
+        """
         if isinstance(self.engine, Engine):
             self.engine.kill_ranks()
 
     def device(self) -> torch.device:
-        """Return the device of the engine, or of its first rank."""
+        """Return the device on which the engine computes; with several ranks, that of the first one."""
         engine = self.engine
         return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
 
     async def _start_events(self, key: ClusterKey | None) -> None:
-        """Open the port on which changes of the KV cache are published."""
+        """Open the port on which changes of the KV cache are published to routers, encrypted if there is a `key`."""
         self.events = EventPublisher(
             instance=self.identity.instance,
             generation=self.identity.generation,
@@ -184,8 +197,9 @@ class ModelParts:
         self._parts.on_stop("events", self.events.close)
 
     async def _generation(self, engine: Engine, connections: ModelConnections) -> RequestServer:
-        """Start the parts that only a generating model needs (KV transfer, drain migration, LoRA changes) and return
-        its server."""
+        """Start the parts that only a model that generates text needs (KV transfer, drain migration, LoRA changes), and
+        return its server.
+        """
         settings, identity, rpc, parts = self._settings, self.identity, connections.rpc, self._parts
         self._rpc = rpc
         counter = self._process.counter
@@ -235,14 +249,14 @@ class ModelParts:
         return serving
 
     def _pooling(self, engine: PoolingEngine, rpc: InstanceServer) -> PoolingServer:
-        """Return the server of an engine that computes vectors."""
+        """Return the server for a model that computes vectors, such as embeddings."""
         self._rpc = rpc
         thread = cast("EngineThread[PoolingEngine]", self.thread)
         return PoolingServer(self.identity, engine=thread, stats=engine.stats(), router=rpc, events=self.events)
 
 
 def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_version: str = "") -> AnyEngineThread:
-    """Return the thread that builds and runs the engine for this kind of model.
+    """Return the thread, not started yet, that builds and runs the engine for the kind of model that the settings name.
 
     Raises `StartFailed` if a flag or the role does not fit the model.
     """
@@ -272,7 +286,9 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
 def transfer_settings(
     settings: InstanceSettings, key: ClusterKey | None = None, access: PeerAccess = "", *, parts: int = 1
 ) -> TransferSettings:
-    """Return the settings of the transfer node. `parts` is the number of layer groups that the engine reports."""
+    """Return the settings of the instance's `TransferNode`. `key` encrypts its connections, `access` is the value of
+    CCL_TOPO_P2P_ACCESS, and `parts` is the number of layer groups that the engine reports.
+    """
     return TransferSettings(
         bind=tcp(settings, settings.transfer_port, any_port="*"),
         advertise_host=settings.advertise_host,

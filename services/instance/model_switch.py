@@ -36,44 +36,54 @@ LOAD_FAILURES = (EngineError, InstanceError, TransferError, zmq.ZMQError, OSErro
 
 
 class ModelConflict(InstanceError):  # noqa: N818
-    """Reports a command that the present state of the instance does not allow."""
+    """The present state of the instance does not allow a command that changes its model, for example because it does
+    not sleep.
+    """
 
 
 class ModelHost(Protocol):
-    """The part of an instance process that owns its server and its model: `instance_model.InstanceModel`."""
+    """The interface of the part of an instance process that owns its server and its model:
+    `instance_model.InstanceModel`.
+    """
 
     @property
     def num_requests(self) -> int: ...
     @property
     def is_draining(self) -> bool: ...
     def pause(self, reason: str) -> None:
-        """Refuse new requests for this reason."""
+        """Refuse new requests until `resume`; their routers get `reason`."""
 
     def resume(self) -> None:
         """Accept new requests again after `pause`."""
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no request runs; return False after `timeout_s` seconds."""
+        """Wait until no request runs on this instance; return False if one still runs after `timeout_s` seconds."""
         ...
 
     async def check(self, loaded: WeightsSource, weights: WeightsSource) -> None:
-        """Raise `EngineError` if `weights` cannot replace those of `loaded`."""
+        """Raise `EngineError` if the model files `weights` cannot replace those of `loaded`, because the model has
+        another shape.
+        """
 
     async def unload(self, reason: str) -> None:
-        """Free the model's memory, and refuse requests for this reason."""
+        """Close the loaded model, free its memory, and refuse requests with `reason` from now on."""
 
     async def load(self, weights: WeightsSource) -> None:
-        """Load a model, which serves after the next `publish`. After an error nothing is loaded."""
+        """Load the model files `weights`, which serve after the next `publish`. After an error nothing is loaded."""
 
     async def publish(self, *, is_sleeping: bool, pause_reason: str) -> None:
-        """Show the present model to the routers, under a new generation; it refuses requests if there is a reason."""
+        """Show the routers the loaded model, or that there is none, under a new generation. It refuses requests if
+        `pause_reason` is not empty.
+        """
 
     def give_up(self, reason: str) -> None:
-        """End the process: it has no model any more."""
+        """End the process with an error that contains `reason`, because it has no model any more."""
 
 
 class ModelSwitch:
-    """Executes the commands of routers that change the model, one at a time. Event loop only."""
+    """Executes the commands of operators, passed on by routers, that change the model of this instance (pause, sleep,
+    new weights), one at a time. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -83,7 +93,10 @@ class ModelSwitch:
         pause_lease_s: float = PAUSE_LEASE_S,
         publish_delay_s: float = PUBLISH_DELAY_S,
     ) -> None:
-        """`weights` are the ones of the start, which `host` has loaded."""
+        """Start in the state `serving`. `weights` are the files that `host` loaded at its start. A pause ends by itself
+        `pause_lease_s` seconds after its time limit. `publish_delay_s` is the time between the answer to a command and
+        the new registry record.
+        """
         self._host = host
         self._weights = weights
         self._previous: WeightsSource | None = None
@@ -94,9 +107,11 @@ class ModelSwitch:
         self.state: ModelState = "serving"
 
     async def run(self, command: EngineCommand) -> str:
-        """Execute a command and return a text about its result. The caller answers the router, and calls `publish`.
+        """Execute `command` and return a text about its result. The caller answers the router, and then calls
+        `publish`.
 
-        Raises `ModelConflict` in the wrong state, and `EngineError` or `InstanceError` if the command has failed.
+        Raises `ModelConflict` if the present state does not allow it, and `EngineError` or `InstanceError` if it has
+        failed.
         """
         match command.action:
             case "pause":
@@ -118,10 +133,10 @@ class ModelSwitch:
                 raise ValueError(f"{command.action} is no action of a model")
 
     async def publish(self) -> None:
-        """Show a changed model to the routers, a moment after the answer was sent. Do nothing without a change.
+        """Show the routers that the model has changed, a moment after the answer was sent. Do nothing without a change.
 
-        Routers close their connections when the generation changes, and they learn of that from the registry, on
-        another way than the answer. One that has lost the answer knows the result, but not its text.
+        Routers close their connections when the generation changes. They learn of that from the registry, which the
+        answer does not pass through. A router that has lost the answer knows the result, but not its text.
         """
         if self._is_changed:
             self._is_changed = False
@@ -130,7 +145,7 @@ class ModelSwitch:
             await self._host.publish(is_sleeping=self.state == "sleeping", pause_reason=reason)
 
     def close(self) -> None:
-        """Cancel the end of a pause."""
+        """Cancel the timer that ends a pause by itself."""
         if self._lease is not None:
             self._lease.cancel()
 
@@ -215,7 +230,9 @@ class ModelSwitch:
         return f"loaded {self._weights.model}"
 
     async def _unload(self, action: str, reason: str) -> None:
-        """Free the model of a paused instance."""
+        """Free the model of a paused instance, which then refuses requests with `reason`. Raises `ModelConflict`, with
+        the command's name `action`, if it is not paused.
+        """
         self._require("paused", action)
         self.close()
         self.state = "loading"
@@ -223,7 +240,9 @@ class ModelSwitch:
         self._is_changed = True
 
     async def _load_or_give_up(self, timeout_s: float) -> None:
-        """Load weights that have been loaded before. Without them the process ends, for its supervisor to restart."""
+        """Load weights again that were loaded before. If that fails, the process ends, and its supervisor restarts it.
+        After it, the instance is paused for up to `timeout_s` seconds more.
+        """
         try:
             await self._host.load(self._weights)
         except LOAD_FAILURES as exc:
@@ -243,5 +262,5 @@ def _given(command: EngineCommand) -> WeightsSource:
 
 
 def _bounded(timeout_s: float) -> float:
-    """Return a time from the network within the range that `call_later` accepts."""
+    """Return a timeout from the network, in seconds, limited to the range from 0 to `MAX_PAUSE_S`."""
     return min(max(timeout_s, 0.0), MAX_PAUSE_S)

@@ -52,7 +52,9 @@ A router closes the connection when a longer frame arrives, and then all of its 
 
 @dataclass(eq=False, slots=True)
 class _Request:
-    """Holds one running request. `inner` is its id inside this process, because two routers may use the same id."""
+    """One running request for vectors. `inner` is its id inside this process, because two routers may
+    use the same id.
+    """
 
     router: RouterId
     request_id: RequestId
@@ -62,7 +64,9 @@ class _Request:
 
 
 class PoolingServer(DrainableServer):
-    """Serves one pooling engine; implements `services.instance.components.InstanceService`. Runs on the event loop."""
+    """The server of an instance whose model computes vectors (embeddings, scores); implements
+    `services.instance.components.InstanceService`. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -84,15 +88,15 @@ class PoolingServer(DrainableServer):
 
     @property
     def num_requests(self) -> int:
-        """Return the number of running requests."""
+        """Return the number of requests that run on this instance."""
         return len(self._requests)
 
     def load(self) -> Load:
-        """Return the current load for routers and registry."""
+        """Return the current load of this instance, as routers and registry get it."""
         return load_of(self.stats, num_queued=0)
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Handle one message of a router."""
+        """Handle one message of a router: start or cancel a request, or answer a query."""
         match message:
             case Pool():
                 self._accept(router, message)
@@ -108,7 +112,7 @@ class PoolingServer(DrainableServer):
                 self._router.send(router, Failed(request_id=message.work.request_id, code="invalid", message=text))
 
     def on_router_lost(self, router: RouterId) -> None:
-        """End all requests of a router that has disconnected."""
+        """End all requests of a router whose connection is lost."""
         for request in [r for r in self._requests.values() if r.router == router]:
             self._end(request, None)
 
@@ -116,7 +120,7 @@ class PoolingServer(DrainableServer):
         self.stats = stats
 
     def on_step_result(self, step: TimedStepResult) -> None:
-        """Send the results of a step to the routers, and end completed and failed requests."""
+        """Send the vectors that an engine step computed to their routers, and end completed and failed requests."""
         answers: dict[RouterId, list[Pooled]] = {}
         for output in step.result.pooled:
             # None if the request was cancelled while the step that computed it was running.
@@ -142,7 +146,7 @@ class PoolingServer(DrainableServer):
             self._end(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: Pool) -> None:
-        """Pass a new request to the engine, or refuse it."""
+        """Pass the new request `message` to the engine, or refuse it during a drain or a pause."""
         if (refused := self._refused(message.request_id)) is not None:
             self._router.send(router, refused)
             return
@@ -164,7 +168,7 @@ class PoolingServer(DrainableServer):
         added.add_done_callback(lambda done: self._on_added(request, done))
 
     def _on_added(self, request: _Request, done: "asyncio.Future[None]") -> None:
-        """End a request that the engine refused."""
+        """End a request with an error if the engine refused it; `done` is the engine's answer."""
         # The request may have ended (deadline, cancel) before the engine refused it.
         if done.cancelled() or (error := done.exception()) is None or request.inner not in self._requests:
             return
@@ -184,7 +188,7 @@ class PoolingServer(DrainableServer):
         )
 
     def _end(self, request: _Request, failure: Failed | None) -> None:
-        """End a request before all of its results are sent. Without `failure` its router is not notified."""
+        """End a request before all of its results are sent. Its router gets `failure`; None sends nothing."""
         self._forget(request)
         self._engine.post(lambda engine: engine.cancel(request.inner))
         if failure is not None:
@@ -197,7 +201,7 @@ class PoolingServer(DrainableServer):
             self._router.send(request.router, failure)
 
     def _forget(self, request: _Request) -> None:
-        """Remove a request from all indexes and stop its deadline."""
+        """Remove a request from the lists of running requests and cancel its deadline."""
         request.deadline.cancel()
         del self._requests[request.inner]
         del self._by_router[request.router, request.request_id]
@@ -220,8 +224,8 @@ class PoolingServer(DrainableServer):
 
 
 def frames(pooled: Sequence[Pooled]) -> list[Sequence[Pooled]]:
-    """Divide results, in order, into groups whose vectors have at most `MAX_BATCH_BYTES` together, so that each group
-    fits into one message.
+    """Divide the results of one router, in order, into groups whose vectors have at most `MAX_BATCH_BYTES` together, so
+    that each group fits into one message.
     """
     groups: list[list[Pooled]] = []
     size = 0

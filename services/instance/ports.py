@@ -23,7 +23,9 @@ Mode = Literal["generate", "prefill"]
 
 
 class SteppingPort(Protocol):
-    """Any engine that works in steps. Its methods are called from the engine thread only, except `last_batch`."""
+    """The interface of any engine that works in steps. Its methods are called only from the engine thread, except
+    `last_batch`.
+    """
 
     @property
     def layout(self) -> KVLayout: ...
@@ -31,7 +33,7 @@ class SteppingPort(Protocol):
     def max_model_len(self) -> int: ...
     @property
     def last_batch(self) -> BatchSize:
-        """Return the size of the batch that was launched last. Any thread may call it."""
+        """Return the size of the batch (sequences and tokens) whose step was launched last. Any thread may call it."""
 
     def step(self) -> StepResult: ...
     def has_work(self) -> bool: ...
@@ -40,7 +42,9 @@ class SteppingPort(Protocol):
 
 
 class PoolingPort(SteppingPort, Protocol):
-    """The interface of `engine.pooling.engine.PoolingEngine`. Engine thread only."""
+    """The interface of `engine.pooling.engine.PoolingEngine`, which computes vectors. Its methods are called only from
+    the engine thread.
+    """
 
     def pool(
         self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
@@ -49,7 +53,7 @@ class PoolingPort(SteppingPort, Protocol):
 
 
 class EnginePort(SteppingPort, Protocol):
-    """The interface of `engine.Engine`. Engine thread only."""
+    """The interface of `engine.Engine`, which generates text. Its methods are called only from the engine thread."""
 
     def compile_grammar(self, grammar: str) -> "Future[object]": ...
     def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None: ...
@@ -69,7 +73,7 @@ class EnginePort(SteppingPort, Protocol):
 
 
 class CompletedFetch(Protocol):
-    """Result of a successful fetch of KV blocks.
+    """The result of a successful fetch of KV blocks, as `kvtransfer.FetchResult` has it.
 
     `exposed_s` is the time from the producer's `finish`, when all blocks had been computed, to the end of the fetch:
     the part of the transfer that did not overlap with computation. `ended_at` is the end of the fetch
@@ -93,7 +97,9 @@ class CompletedFetch(Protocol):
 
 
 class SourcePort(Protocol):
-    """The producing end of KV transfers: `kvtransfer.TransferNode`. Event loop only."""
+    """The methods of `kvtransfer.TransferNode` that an instance uses to send KV blocks; they are documented there. Use
+    it only on the event loop.
+    """
 
     def open(self, ticket: Ticket, /) -> None: ...
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]], /) -> None: ...
@@ -105,7 +111,9 @@ class SourcePort(Protocol):
 
 
 class SinkPort(Protocol):
-    """The consuming end of KV transfers: `kvtransfer.TransferNode`. Event loop only."""
+    """The methods of `kvtransfer.TransferNode` that an instance uses to receive KV blocks; they are documented there.
+    Use it only on the event loop.
+    """
 
     def fetch(
         self,
@@ -121,26 +129,30 @@ class SinkPort(Protocol):
 
 
 class HandoffCounter(Protocol):
-    """Counts failed handoffs by reason, for metrics."""
+    """The interface by which failed handoffs are counted by their reason, for metrics."""
 
     def handoff_failed(self, reason: str) -> None: ...
 
 
 class LinksPort(Protocol):
-    """Reports the state of the links to peer instances."""
+    """The interface that returns the state of the connections by which KV blocks arrive from other instances."""
 
     def links(self) -> list[LinkStatus]: ...
 
 
 class RouterPort(Protocol):
-    """Sends messages to connected routers: `services.common.rpc.links.InstanceServer` after its start."""
+    """The interface that sends messages to connected routers: `services.common.rpc.links.InstanceServer` after its
+    start.
+    """
 
     def routers(self) -> list[RouterId]: ...
     def send(self, router: RouterId, message: ToRouter) -> None: ...
 
 
 class EventsPort(Protocol):
-    """Publishes changes of the KV cache; `sequence` is the number of the last published batch."""
+    """The interface that publishes changes of the KV cache to routers; `sequence` is the number of the last published
+    batch.
+    """
 
     @property
     def sequence(self) -> int: ...

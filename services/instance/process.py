@@ -64,9 +64,10 @@ EXPECTED = (StartFailed, EngineError, TransferError, zmq.ZMQError)
 def run_instance(
     settings: InstanceSettings, role: Role, make_handler: MakeHandler, *, notes: Sequence[str] = ()
 ) -> int:
-    """Run an instance until SIGTERM, SIGINT or a fatal error, and return the exit status of the process.
+    """Run an instance process of `role` until SIGTERM, SIGINT or a fatal error, and return its exit status.
 
-    `make_handler` makes the role's handler once engine and transfer node exist. `notes` are those of `load_with`.
+    `make_handler` makes the role's request handler once engine and transfer node exist. `notes` are sentences for the
+    log about vLLM's flags and variables, from `load_with`.
     """
     configure_logs(level=settings.log_level, format=settings.log_format, config_file=settings.log_config_file)
     log_notes(notes, settings.log_level)
@@ -85,14 +86,17 @@ def run_instance(
 
 
 class InstanceProcess:
-    """Wires the parts of one instance process and owns them from `start` until shutdown."""
+    """Creates and connects the parts of one instance process, and owns them from `start` until shutdown."""
 
     _lifecycle: Lifecycle
 
     def __init__(
         self, settings: InstanceSettings, role: Role, make_handler: MakeHandler, *, has_exit_timer: bool = False
     ) -> None:
-        """`has_exit_timer` is for a process that runs nothing else (see `StepWatchdog`)."""
+        """Check the settings; load and start nothing yet. `has_exit_timer` must be False if another part of the process
+        uses the timer of `faulthandler` (see `StepWatchdog`). Raises `StartFailed` or `EngineError` if a flag or the
+        role does not fit the model.
+        """
         self._settings = settings
         self._role: Role = role
         self._metrics = CollectorRegistry()
@@ -107,13 +111,15 @@ class InstanceProcess:
 
     @property
     def is_loading(self) -> bool:
-        """Return whether the engine thread is still alive after the shutdown: it is loading then, and cannot be
-        stopped."""
+        """Return whether the engine thread is still alive, asked after the shutdown: it is loading a model then, and
+        cannot be stopped.
+        """
         return self._model.is_loading
 
     async def start(self, lifecycle: Lifecycle) -> None:
-        """Start all parts in order. Each is registered for shutdown right after its start, so that they stop in reverse
-        order."""
+        """Load the model and start all parts in order. Each is registered with `lifecycle` right after its start, so
+        that they stop in reverse order.
+        """
         self._lifecycle = lifecycle
         check_transport(self._settings, self._role)
         check_ports(self._settings)
@@ -148,14 +154,14 @@ class InstanceProcess:
         self._announce()
 
     async def _start_http(self, lifecycle: Lifecycle) -> None:
-        """Open the port of /health, /metrics and /admin/drain."""
+        """Open the HTTP port of /health, /metrics and /admin/drain."""
         app = create_app(self._health, self._metrics, drain=self._drain, key=self._key)
         self._http = HttpServer(app, host=self._settings.host, port=self._settings.http_port)
         await self._http.start()
         lifecycle.on_stop("http", self._http.close)
 
     async def _start_serving(self, lifecycle: Lifecycle) -> None:
-        """Connect server and metrics, and open the port for routers."""
+        """Start metrics, the log of the load and the watchdog of steps, and open the port for routers."""
         settings, model = self._settings, self._model
         collector = EngineCollector(
             model=model_names(settings)[0],
@@ -175,19 +181,21 @@ class InstanceProcess:
         lifecycle.on_stop("step watchdog", self._watchdog.stop)
 
     def _on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Pass a router's message to the part of the process that handles it."""
+        """Pass a router's message to the part of the process that handles it: commands of operators, or the model."""
         if isinstance(message, EngineCommand):
             self._engine_commands.on_message(router, message)
         else:
             self._model.on_message(router, message)
 
     async def _adapters_changed(self) -> None:
-        """Publish a changed list of LoRA adapters to the routers and the registry."""
+        """Publish the list of LoRA adapters to the routers and the registry, after it has changed."""
         self._model.serving.send_load_reports()
         await self._renew_record()
 
     def _join(self, lifecycle: Lifecycle) -> Callable[[], Awaitable[None]]:
-        """Register this instance in the registry and return a function that renews the record immediately."""
+        """Register this instance in the registry until shutdown, and return a function that renews its record
+        immediately. Without `--registry`, only log a warning.
+        """
         if not self._settings.registry:
             logger.warning("--registry is not set: no router will find this instance")
             return _do_nothing
@@ -206,7 +214,7 @@ class InstanceProcess:
         return membership.announce
 
     def _prepare_drain(self, lifecycle: Lifecycle) -> None:
-        """Register the drain for the shutdown, in which it comes first.
+        """Register the drain as the first action of the shutdown.
 
         The last registered action runs first: refuse new requests, wait for the running ones, then leave the registry.
         """
@@ -220,7 +228,9 @@ class InstanceProcess:
         lifecycle.on_stop("admission", lambda: self._draining.begin(), deadline_s=3.0)
 
     def _new_drain(self) -> None:
-        """Drain the present server from now on; each server drains once."""
+        """Make the drain of this process act on the present server, because it was replaced; each server
+        drains once.
+        """
         self._draining = DrainController(
             self._model.serving,
             announce=self._renew_record,
@@ -230,13 +240,17 @@ class InstanceProcess:
         )
 
     async def _on_published(self) -> None:
-        """Show a changed model in the registry, from where routers connect to its new generation."""
+        """Write a changed model to the registry, after which routers connect to its new generation. Do nothing during
+        shutdown.
+        """
         # A process that stops has left the registry, or will do so soon.
         if not self._lifecycle.is_stopping:
             await self._renew_record()
 
     async def _drain(self, exit_afterwards: bool) -> None:
-        """Start a drain that was requested over HTTP."""
+        """Start a drain that was requested over HTTP. Return when new requests are refused. With `exit_afterwards` the
+        process exits at its end.
+        """
         await self._draining.ask(exit_afterwards=exit_afterwards)
 
     def _record(self) -> InstanceRecord:
@@ -247,13 +261,15 @@ class InstanceProcess:
         )
 
     def _status(self) -> str:
-        """Return the status that `GET /health` shows."""
+        """Return the field `status` of `GET /health`: `failed` after a hang, else the state of the drain or of a change
+        of the model.
+        """
         if self._watchdog.has_expired:
             return "failed"
         return self._draining.state if self._switch.state == "serving" else self._switch.state
 
     def _health(self) -> HealthStatus:
-        """Return the answer of `GET /health`."""
+        """Return the answer to `GET /health`."""
         model = self._model
         return HealthStatus(
             status=self._status(),
@@ -273,7 +289,9 @@ class InstanceProcess:
         )
 
     def _announce(self) -> None:
-        """Write one line to stdout that this instance is ready, with its addresses. `baton serve` and tests read it."""
+        """Write one line to stdout that says that this instance is ready, with its addresses. `baton serve` and tests
+        read it.
+        """
         record = self._record()
         fields = {
             "instance": record.instance,
@@ -291,7 +309,9 @@ class InstanceProcess:
 
 
 def check_transport(settings: InstanceSettings, role: Role) -> None:
-    """Raise `StartFailed` if the configured transport cannot reach any peer of this role."""
+    """Raise `StartFailed` if the transport of `--kv-transport` cannot reach any other instance, although an instance of
+    `role` needs one.
+    """
     if settings.kv_transport == "memory" and role != "unified":
         raise StartFailed(
             "--kv-transport memory only works within one process, and every instance is a separate process: use it for"
@@ -300,7 +320,7 @@ def check_transport(settings: InstanceSettings, role: Role) -> None:
 
 
 async def _do_nothing() -> None:
-    """Stand in for the renewal of the record, or for drain migration, where there is none."""
+    """Do nothing: stands for the renewal of the registry record without `--registry`."""
 
 
 def device_label(settings: InstanceSettings, device: torch.device) -> str:

@@ -19,10 +19,10 @@ RETRY_S = 1.0
 
 
 class Registration:
-    """Renews the registry record of one instance from `start` until `leave`; belongs to the event loop.
+    """Keeps the registry record of one instance alive, from `start` until `leave`. Use it only on the event loop.
 
-    `record` is called for each renewal. `on_superseded` is called once if a newer process has registered under the same
-    instance id; then the record is never renewed again.
+    `record` returns the present record for each renewal; it expires `ttl_s` seconds after the last one. `on_superseded`
+    is called once if a newer process has registered under the same instance id; then the record is never renewed again.
     """
 
     def __init__(
@@ -45,11 +45,13 @@ class Registration:
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start a task that renews the record three times per TTL, until `leave`."""
+        """Start a task that renews the record three times per `ttl_s`, until `leave`."""
         self._renewing = asyncio.create_task(self._renew_for_ever(), name="membership")
 
     async def announce(self) -> None:
-        """Renew the record now, because a changed field (such as `draining`) must reach the routers soon."""
+        """Renew the record now, because a changed field (such as `draining`) must reach the routers soon. An
+        unavailable registry is only logged.
+        """
         await self._renew()
 
     async def leave(self) -> None:
@@ -71,7 +73,9 @@ class Registration:
             await self._sleep(min(RETRY_S, self._ttl_s / 3) if self._is_away else self._ttl_s / 3)
 
     async def _renew(self) -> bool:
-        """Register the record once. Return False if it must never be renewed again."""
+        """Send the present record to the registry once. Return False if it must never be renewed again, because a newer
+        process has the same instance id.
+        """
         # One at a time: the record of an older generation must not arrive behind that of a newer one.
         async with self._one_at_a_time:
             return await self._register()

@@ -48,27 +48,33 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 class RoleHandler(Protocol):
-    """Serves the requests of one role: prefill, decode or unified. Event loop only."""
+    """The interface of the code that serves the requests of one role: prefill, decode or unified. Its methods are
+    called on the event loop.
+    """
 
     def can_serve(self, message: RoleMessage) -> bool:
-        """Return whether this role serves messages of this type."""
+        """Return whether this role serves messages of this type (`Prefill`, `Decode` or `Generate`)."""
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Fail the ticket of a message that is not served, so that its peer does not wait for the blocks."""
+        """Called for a request that this instance refuses because of `reason`. Fail its ticket, if it has one, so that
+        the other instance does not wait for the blocks.
+        """
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
-        """Serve a request from start to end. Its resources must be free when this returns, raises or is cancelled."""
+        """Serve the request of `message` from start to end. Its resources must be free when this returns, raises or is
+        cancelled.
+        """
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Use new engine statistics: a role whose requests wait for free blocks tries to start them."""
+        """Called with new statistics of the engine: a role whose requests wait for free blocks tries to start them."""
 
     def num_queued(self) -> int:
-        """Return the number of requests that wait outside the engine."""
+        """Return the number of requests of this role that wait and are not in the engine yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The id of this instance and the generation of its process, which every message to a router contains."""
+    """The id of an instance and the generation of its process, which every report to a router contains."""
 
     instance: InstanceId
     generation: Generation
@@ -76,7 +82,9 @@ class Identity:
 
 @dataclass(slots=True)
 class _Attempt:
-    """Holds task and deadline of one attempt; `failure` is sent to the router when the task has ended."""
+    """The task and the deadline of one running attempt. `failure` is sent to the router when the task has ended; None
+    sends nothing.
+    """
 
     task: asyncio.Task[None]
     deadline: asyncio.TimerHandle
@@ -85,7 +93,9 @@ class _Attempt:
 
 
 class RequestServer(DrainableServer):
-    """Serves the routers of a generating model; implements `services.instance.components.InstanceService`."""
+    """The server of an instance whose model generates text: it receives messages of routers and sends them the results.
+    Implements `services.instance.components.InstanceService`.
+    """
 
     def __init__(
         self,
@@ -112,15 +122,15 @@ class RequestServer(DrainableServer):
 
     @property
     def num_requests(self) -> int:
-        """Return the number of running requests."""
+        """Return the number of requests that run on this instance; a canceled request counts until its work has ended."""
         return len(self._attempts)
 
     def load(self) -> Load:
-        """Return the current load for routers and registry."""
+        """Return the current load of this instance, as routers and registry get it."""
         return load_of(self.stats, num_queued=self._role.num_queued())
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Handle one message of a router."""
+        """Handle one message of a router: start or cancel a request, or answer a query."""
         match message:
             case Prefill() | Decode() | Generate():
                 self._accept(router, message)
@@ -135,23 +145,25 @@ class RequestServer(DrainableServer):
                 self._take_snapshot(router)
 
     def on_router_lost(self, router: RouterId) -> None:
-        """End all requests of a router that has disconnected."""
+        """End all requests of a router whose connection is lost."""
         for request in self.table.of_router(router):
             self._abort(request, None)
 
     def on_step_result(self, step: TimedStepResult) -> None:
-        """Send the results of a step to the routers and publish its cache events."""
+        """Send the tokens and reports of an engine step to their routers, and publish the changes of the KV cache."""
         for router, answers in self.table.apply(step.result, step.at).items():
             self._router.send(router, Batch(answers))
         self._events.publish(step.result.events)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Keep the engine's latest statistics and pass them to the role."""
+        """Keep the engine's latest statistics and pass them to the handler of the role."""
         self.stats = stats
         self._role.on_stats(stats)
 
     def on_layer_groups(self, tail: CompletedLayerGroups) -> None:
-        """Pass on layer groups that were computed before their step has ended."""
+        """Pass layer groups that the engine computed, before their step has ended, to the handoffs of
+        their requests.
+        """
         self.table.apply_layer_groups(tail)
 
     def _end_all(self, code: ErrorCode, reason: str) -> None:
@@ -159,7 +171,7 @@ class RequestServer(DrainableServer):
             self._abort(request, Failed(request_id=request.request_id, code=code, message=reason))
 
     def _accept(self, router: RouterId, message: RoleMessage) -> None:
-        """Start a task for a new request, or refuse it."""
+        """Start a task that serves the new request of `message`, or refuse the request."""
         work = message.work
         refused = self._refused(work.request_id) or _misplaced(message, can_serve=self._role.can_serve(message))
         if refused is not None:
@@ -184,7 +196,7 @@ class RequestServer(DrainableServer):
         task.add_done_callback(lambda _: self._end(request))
 
     def _cancel(self, router: RouterId, message: Cancel) -> None:
-        """End a request, or one of its sequences, on behalf of its router."""
+        """End a request, or only one of its sequences, because its router asked for it."""
         request = self.table.find(router, message.request_id)
         if request is None:
             return
@@ -199,7 +211,7 @@ class RequestServer(DrainableServer):
                 self._engine.post(lambda engine: engine.cancel(inner, sequence))
 
     def _abort(self, request: AttemptEntry, failure: Failed | None) -> None:
-        """Cancel the task of a request. With `failure` its router is notified, without it is not.
+        """Cancel the task of a request. Its router gets `failure` when the task has ended; None sends nothing.
 
         If all sequences have ended, the router has received the whole answer although the task may not have run since;
         then `failure` is not sent.
@@ -215,7 +227,9 @@ class RequestServer(DrainableServer):
             attempt.task.cancel()
 
     def _end(self, request: AttemptEntry) -> None:
-        """Send a failure, if any, and forget the request. Runs when its task has ended and its resources are free."""
+        """Send the failure of a request, if it has one, and forget the request. Called when its task has ended and its
+        resources are free.
+        """
         attempt = self._attempts.pop(request)
         attempt.deadline.cancel()
         failure = attempt.failure
@@ -232,9 +246,10 @@ class RequestServer(DrainableServer):
             self._idle.set()
 
     def _take_snapshot(self, router: RouterId) -> None:
-        """Send all cached block hashes to a router, with the number of the last event batch before them.
+        """Send a router all block hashes that the engine caches, with the number of the last published batch of changes
+        that they contain.
 
-        `then` runs before the events of any later step are published, so that the number is exact.
+        The engine's answer is handled before the changes of any later step are published, so that the number is exact.
         """
         taken = self._engine.call(
             lambda engine: (engine.cached_block_hashes(), engine.host_block_hashes()),
@@ -274,7 +289,9 @@ def _misplaced(message: RoleMessage, *, can_serve: bool) -> Failed | None:
 
 
 def failure_of(request_id: RequestId, error: BaseException) -> Failed:
-    """Return the message that reports `error` to the router. Unexpected errors are logged with their traceback."""
+    """Return the message that reports `error` of a request to its router. An error of an unexpected type is logged with
+    its traceback.
+    """
     match error:
         case RequestFailed():
             return Failed(request_id=request_id, code=error.code, message=str(error), lost=error.lost)
@@ -288,7 +305,9 @@ def failure_of(request_id: RequestId, error: BaseException) -> Failed:
 
 
 def load_of(stats: EngineStats, *, num_queued: int) -> Load:
-    """Convert engine statistics to the load that routers use for placement. `num_queued` wait outside the engine."""
+    """Return the load of an instance, which routers use for placement, from the engine's statistics. `num_queued`
+    requests wait outside the engine.
+    """
     return Load(
         free_blocks=stats.free_blocks,
         total_blocks=stats.total_blocks,
@@ -306,7 +325,9 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
 
 
 async def await_uncancelled(cleanup: Coroutine[object, object, None]) -> None:
-    """Await `cleanup` to its end even if the caller is cancelled; then raise `CancelledError`."""
+    """Await the coroutine `cleanup` to its end, even if the caller is cancelled meanwhile; then raise
+    `CancelledError`.
+    """
     task = asyncio.ensure_future(cleanup)
     is_cancelled = False
     while not task.done():

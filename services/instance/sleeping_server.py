@@ -27,10 +27,14 @@ from baton_serve.services.instance.request_server import Identity, load_of
 
 
 class SleepingServer(DrainableServer):
-    """Refuses every request with `pause_reason`; implements `services.instance.components.InstanceService`."""
+    """The server of an instance that has no model, because it sleeps or loads: it refuses every request with
+    `pause_reason`. Implements `services.instance.components.InstanceService`.
+    """
 
     def __init__(self, identity: Identity, *, stats: EngineStats, router: RouterPort, reason: str) -> None:
-        """`stats` are the last ones of the model. Their counters stay, and their gauges become 0."""
+        """Refuse requests with `reason`. `stats` are the last statistics of the model: counters keep their values, and
+        present numbers such as free blocks become 0.
+        """
         super().__init__(router)
         self.identity = identity
         self.pause_reason = reason
@@ -54,11 +58,13 @@ class SleepingServer(DrainableServer):
         return 0
 
     def load(self) -> Load:
-        """Return a load without blocks."""
+        """Return a load without KV blocks, so that routers place nothing here."""
         return load_of(self.stats, num_queued=0)
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
-        """Refuse requests, and answer heartbeats."""
+        """Handle one message of a router: refuse requests and changes of adapters, and answer heartbeats and queries of
+        the cache.
+        """
         match message:
             case Prefill() | Decode() | Generate():
                 self._refuse(router, message.work.request_id)
@@ -73,13 +79,13 @@ class SleepingServer(DrainableServer):
                 self._router.send(router, self._snapshot())
 
     def on_router_lost(self, router: RouterId) -> None:
-        """Do nothing: no request runs."""
+        """Do nothing: without a model no request runs."""
 
     def on_step_result(self, step: TimedStepResult) -> None:
-        """Do nothing: no engine runs."""
+        """Do nothing: without a model no engine runs."""
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Do nothing: no engine runs."""
+        """Do nothing: without a model no engine runs."""
 
     def _refuse(self, router: RouterId, request_id: RequestId) -> None:
         refused = self._refused(request_id)
@@ -87,7 +93,7 @@ class SleepingServer(DrainableServer):
         self._router.send(router, refused)
 
     def _end_all(self, code: ErrorCode, reason: str) -> None:
-        """Do nothing: no request runs."""
+        """Do nothing: without a model no request runs."""
 
     def _snapshot(self) -> Snapshot:
         instance: InstanceId = self.identity.instance

@@ -18,7 +18,9 @@ INTERVAL_S = 10.0
 def log_stats(
     settings: NetworkSettings, stats: Callable[[], EngineStats], lifecycle: Lifecycle, *, interval_s: float = INTERVAL_S
 ) -> None:
-    """Log the statistics of an engine until the process stops, unless `--disable-log-stats` is given."""
+    """Log the throughput and load that `stats` returns every `interval_s` seconds until the process stops, unless
+    `--disable-log-stats` is given.
+    """
     if settings.disable_log_stats:
         return
     stats_log = StatsLog(stats)
@@ -27,7 +29,9 @@ def log_stats(
 
 
 class StatsLog:
-    """Logs the statistics of one engine from `start` to `close`, on the event loop. An idle instance logs nothing."""
+    """Logs the throughput and load of one engine regularly, from `start` to `close`, on the event loop. While the
+    engine is idle it logs nothing.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats], *, now: Callable[[], float] = time.monotonic) -> None:
         self._stats, self._now = stats, now
@@ -35,16 +39,18 @@ class StatsLog:
         self._task: asyncio.Task[None] | None = None
 
     def start(self, interval_s: float = INTERVAL_S) -> None:
-        """Log in a task, every `interval_s` seconds."""
+        """Start a task that calls `log` every `interval_s` seconds."""
         self._task = asyncio.get_running_loop().create_task(self._log_for_ever(interval_s))
 
     async def close(self) -> None:
-        """Stop logging: cancel the task and wait for its end."""
+        """Stop logging: cancel the task that `start` has started and wait for its end."""
         if self._task is not None:
             await cancel_all([self._task])
 
     def log(self) -> None:
-        """Log the rates since the last call and the present load, unless nothing runs and nothing was computed."""
+        """Log the tokens per second since the last call and the present load, unless nothing runs and nothing was
+        computed. Warn if sequences were preempted.
+        """
         stats, last, now = self._stats(), self._last, self._now()
         seconds = max(now - self._last_at, 1e-3)
         self._last, self._last_at = stats, now

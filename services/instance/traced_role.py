@@ -14,7 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 class TracedRole:
-    """Wraps another `RoleHandler` and adds observability. It does not change how requests are served."""
+    """Wraps the `RoleHandler` of an instance and adds a trace span and log lines to each request. It does not change
+    how requests are served.
+    """
 
     def __init__(self, role: RoleHandler, tracing: Tracing) -> None:
         self._role = role

@@ -15,9 +15,11 @@ _MIN_DISCRETE_BAR_BYTES = 2**30
 
 
 def device_indexes(device: str, environ: Mapping[str, str], root: Path = Path("/")) -> list[int]:
-    """Return the values for `--device-index`, one per accelerator; an empty list means that instances use the CPU.
+    """Return the numbers of this machine's accelerators, as `--device-index` takes them; an empty list means that
+    instances use the CPU.
 
-    `device` is the value of `--device`; `root` is the folder that holds `sys` and `dev`.
+    `device` is the value of `--device`; variables in `environ` may restrict the devices; `root` is the folder with
+    `sys` and `dev`.
     """
     if device in ("auto", "xpu"):
         found = _allowed(environ.get("ZE_AFFINITY_MASK"), _count_intel(root))
@@ -29,7 +31,7 @@ def device_indexes(device: str, environ: Mapping[str, str], root: Path = Path("/
 
 
 def can_torch_use_accelerators() -> bool:
-    """Return False if torch is missing or is a CPU build. The version of a CPU build ends with `+cpu`."""
+    """Return whether torch is installed and is not a CPU build, whose version ends with `+cpu`."""
     try:
         return not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:

@@ -28,7 +28,7 @@ S = TypeVar("S", bound=CompletionSettings)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Chat until the input ends. Return the exit status of `baton chat`."""
+    """Run `baton chat` with these arguments: chat until the input ends. Return the exit status."""
     return _run(
         ChatSettings,
         argv,
@@ -39,7 +39,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def complete(argv: Sequence[str]) -> int:
-    """Complete one text after the other until the input ends. Return the exit status of `baton complete`."""
+    """Run `baton complete` with these arguments: complete one text after the other until the input ends. Return the
+    exit status.
+    """
     return _run(
         CompletionSettings,
         argv,
@@ -74,7 +76,7 @@ def _run(cls: type[S], argv: Sequence[str], *, program: str, description: str) -
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and after the first `--`."""
+    """Return the words before the first `--`, and those after it."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
@@ -86,7 +88,9 @@ def _exit(number: int, _frame: object) -> NoReturn:
 
 @contextlib.contextmanager
 def _server(settings: CompletionSettings, environ: Mapping[str, str], options: Sequence[str]) -> Iterator[ChatClient]:
-    """Give a client of the server at `--url`, or of a cluster for MODEL that ends with the block."""
+    """Yield a client of the server at `--url` or, if a MODEL is given, of a local cluster for it, which is started with
+    `options` and stopped at the end of the block.
+    """
     key = settings.api_key or environ.get("VLLM_API_KEY") or environ.get("OPENAI_API_KEY")
     if not settings.model:
         with ChatClient(settings.url, key) as client:
@@ -100,7 +104,9 @@ def _server(settings: CompletionSettings, environ: Mapping[str, str], options: S
 
 
 class Terminal:
-    """Reads messages and shows answers: with prompts on a terminal, otherwise line by line without any other text."""
+    """Reads the user's messages and shows answers: with prompts on a terminal, otherwise line by line without any other
+    text.
+    """
 
     def __init__(self, source: TextIO, out: TextIO, err: TextIO) -> None:
         self._source, self._out, self._err = source, out, err
@@ -112,7 +118,9 @@ class Terminal:
                 importlib.import_module("readline")  # `input` then has line editing and a history
 
     def messages(self) -> Iterator[str]:
-        """Yield the messages until the input ends. Ctrl-C at the prompt discards the line."""
+        """Yield the user's messages, one for each line that is not blank, until the input ends. Ctrl-C at the prompt
+        discards the line.
+        """
         while True:
             try:
                 line = self._line()
@@ -137,7 +145,7 @@ class Terminal:
         return line.rstrip("\n")
 
     def show(self, text: str, *, is_reasoning: bool = False) -> None:
-        """Show a part of an answer at once. Reasoning is dim on a terminal, and left out elsewhere."""
+        """Write a part of an answer immediately. Reasoning is dim on a terminal, and left out elsewhere."""
         if not self._is_screen:
             self._write("" if is_reasoning else text)
             return
@@ -147,12 +155,12 @@ class Terminal:
         self._write(text.translate(_CONTROLS))
 
     def end_answer(self) -> None:
-        """End the line of an answer."""
+        """Write the line break after an answer."""
         self._write(f"{_PLAIN}\n" if self._is_dim else "\n")
         self._is_dim = False
 
     def note(self, text: str, *, end: str = "\n") -> None:
-        """Show a text that is not part of an answer, on standard error."""
+        """Write a text that is not part of an answer to standard error."""
         self._err.write(text + end)
         self._err.flush()
 
@@ -162,7 +170,9 @@ class Terminal:
 
 
 class Dialogue:
-    """Sends one message after the other. A chat keeps its messages and answers; completions are independent."""
+    """Sends the user's messages to the server, one after the other. A chat keeps its messages and answers; completions
+    are independent of each other.
+    """
 
     def __init__(self, client: ChatClient, settings: CompletionSettings, terminal: Terminal) -> None:
         self._client = client
@@ -176,7 +186,9 @@ class Dialogue:
             self.history.append({"role": "system", "content": settings.system_prompt})
 
     def run(self) -> int:
-        """Answer `--quick`, or all messages of the input. Return the exit status: 1 if a message got no answer."""
+        """Answer the message of `--quick`, or all messages of the input. Return the exit status: 1 if a message got no
+        answer.
+        """
         if self._settings.quick is not None:
             return 0 if self._answer(self._settings.quick) else 1
         if self._terminal.is_interactive:
@@ -191,7 +203,9 @@ class Dialogue:
         return status
 
     def _answer(self, message: str) -> bool:
-        """Stream the answer to one message, and return whether it came. Ctrl-C on a terminal cancels it."""
+        """Request and show the answer to one message, and return whether it is complete. Ctrl-C on a terminal cancels
+        it.
+        """
         path, body = self._request(message)
         shown: list[str] = []
         try:

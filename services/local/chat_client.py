@@ -33,7 +33,7 @@ class _Problem(msgspec.Struct, frozen=True):
 
 
 class _Event(msgspec.Struct, frozen=True):
-    """One event of a stream, or the body of an error answer."""
+    """One event of a streamed answer, or the body of an answer with an error status."""
 
     choices: list[_Choice] = []
     error: _Problem | None = None
@@ -48,14 +48,16 @@ class _ModelList(msgspec.Struct, frozen=True):
 
 
 class AnswerPart(msgspec.Struct, frozen=True):
-    """New text of an answer."""
+    """A piece of a streamed answer: new text, or new text of the reasoning."""
 
     text: str
     is_reasoning: bool = False
 
 
 class ChatClient:
-    """A connection to the server at `url`, which may end with `/v1`. Close it, or use it in a `with` block."""
+    """An HTTP client of the OpenAI-compatible server at `url`, which may end with `/v1`. Close it, or use it in a
+    `with` block.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
@@ -77,7 +79,9 @@ class ChatClient:
         self._client.close()
 
     def first_model(self) -> str:
-        """Return the name of the first model that the server lists. Raises `AnswerError`."""
+        """Return the name of the first model that the server lists. Raises `AnswerError` if it lists none or does not
+        answer.
+        """
         try:
             answer = self._client.get("/v1/models")
         except (httpx.HTTPError, httpx.InvalidURL) as exc:
@@ -95,7 +99,8 @@ class ChatClient:
         return names[0]
 
     def stream(self, path: str, body: dict[str, object]) -> Generator[AnswerPart, None, None]:
-        """Send a request and yield the text of its answer as it arrives. Closing the generator cancels the request.
+        """Send the request `body` to the server's `path` and yield the text of its answer as it arrives. Closing the
+        generator cancels the request.
 
         Raises `AnswerError` if the server refuses it, or if the answer ends before it is complete.
         """
@@ -116,7 +121,9 @@ class ChatClient:
 
 
 def _parts(received: Iterator[bytes]) -> Iterator[AnswerPart]:
-    """Yield the texts of server-sent events up to `[DONE]`. Raises `AnswerError` for an error or a short stream."""
+    """Yield the pieces of a streamed answer from the received bytes (server-sent events), up to `[DONE]`. Raises
+    `AnswerError` if the server reports an error, or if the stream ends before that.
+    """
     rest = b""
     for data in received:
         # Not `iter_lines`, which also breaks lines at characters that JSON need not escape, such as U+2028.
@@ -133,7 +140,9 @@ def _parts(received: Iterator[bytes]) -> Iterator[AnswerPart]:
 
 
 def _texts(payload: bytes) -> Iterator[AnswerPart]:
-    """Yield the texts of one event. Raises `AnswerError` if it reports an error."""
+    """Yield the new texts in `payload`, the JSON of one event of a streamed answer. Raises `AnswerError` if it reports
+    an error.
+    """
     try:
         event = msgspec.json.decode(payload, type=_Event)
     except msgspec.MsgspecError as exc:
@@ -149,7 +158,9 @@ def _texts(payload: bytes) -> Iterator[AnswerPart]:
 
 
 def _refused(status: int, body: bytes) -> AnswerError:
-    """Return the error for an answer with an error status."""
+    """Return the error to raise for an answer with the error status `status`, with the server's message if `body` has
+    one.
+    """
     # A proxy in front of the server may answer with a page of its own.
     try:
         problem = msgspec.json.decode(body, type=_Event).error

@@ -22,9 +22,9 @@ from baton_serve.services.local.plan import Process
 
 
 class Console:
-    """Prints the output of all processes to one stream, each line behind the name of its process. `names` are the names
-    of the processes; the longest one sets the width of the column. Unless `is_named`, lines are printed unchanged,
-    because a JSON log must stay parseable.
+    """Prints the output of all processes of a local cluster to one stream, each line behind the name of its process.
+    `names` are the names of the processes; the longest one sets the width of the column. Unless `is_named`, lines are
+    printed unchanged, because a JSON log must stay parseable.
     """
 
     def __init__(
@@ -50,7 +50,9 @@ class Console:
         self._stream.flush()
 
     def _first_with(self, text: str, name: str) -> str:
-        """Return the process that has printed this error a moment ago, or `name` for any other line."""
+        """Return the name of the process that has printed the error in `text` within the last minute; `name` if none
+        has, or if the line is not an error.
+        """
         if (key := _error_key(text)) is None:
             return name
         now = self._clock()
@@ -58,8 +60,8 @@ class Console:
         return self._errors.setdefault(key, (name, now))[0]
 
     def moving(self, name: str, text: str) -> None:
-        """Show a progress bar of the process `name` in place of the last one. Do nothing if the stream is not a
-        terminal.
+        """Show `text`, a progress bar of the process `name`, in place of the last bar. Do nothing if the stream is not
+        a terminal.
         """
         if self._is_interactive and text:
             self._clear()
@@ -84,12 +86,16 @@ _PROGRAM = re.compile(r"^baton [a-z]+:? ")
 
 
 def without_program(text: str) -> str:
-    """Return an error without the program at its start, so that errors of different roles can be compared."""
+    """Return an error without the name of the program at its start, so that errors of different roles
+    can be compared.
+    """
     return _PROGRAM.sub("", text)
 
 
 def _error_key(text: str) -> str | None:
-    """Return what all processes print alike of an error, or None for a line that reports no error."""
+    """Return the part of an error line that is equal for the same error of different processes, or None if the line
+    reports no error.
+    """
     if found := _ERROR.fullmatch(text):
         # Tracebacks differ in their middle, for example by paths; their ends name the error.
         error = without_program(found[1])
@@ -98,16 +104,16 @@ def _error_key(text: str) -> str | None:
 
 
 class LineSplitter:
-    r"""Divides output into lines. Text that ends with `\r` alone is a moving line, which the next one replaces on a
-    terminal (a progress bar).
+    r"""Divides the output of a process into lines. Text that ends with `\r` alone is a moving line, which the next one
+    replaces on a terminal (a progress bar).
     """
 
     def __init__(self) -> None:
         self._rest = ""
 
     def feed(self, text: str) -> list[tuple[str, bool]]:
-        r"""Add a piece of output and return the lines that are complete now, each with True, or with False for a moving
-        line. A terminal's `\r\n` is one end of line.
+        r"""Add a piece of output, and return the lines that are complete now as pairs: the text, and True, or False for
+        a moving line. A terminal's `\r\n` is one end of line.
         """
         # The marker \0 behind each end of line lets one split keep the ends, which say what kind of line it was.
         pieces = (self._rest + text).replace("\r\n", "\n").replace("\r", "\r\0").replace("\n", "\n\0").split("\0")
@@ -115,7 +121,7 @@ class LineSplitter:
         return [(piece[:-1], piece.endswith("\n")) for piece in pieces]
 
     def rest(self) -> str:
-        """Return the text after the last end of line, and clear it."""
+        """Return the text after the last end of line, and forget it."""
         rest, self._rest = self._rest, ""
         return rest
 
@@ -133,7 +139,9 @@ so that it cannot choose its exit status (`services.instance.watchdog`)."""
 
 
 class Child:
-    """One run of a process, from its start to its exit. The supervisor makes a new one for each restart."""
+    """One run of a process of a local cluster, from its start to its exit. The supervisor makes a new object for each
+    restart.
+    """
 
     def __init__(
         self,
@@ -144,7 +152,9 @@ class Child:
         environ: Mapping[str, str],
         holds_error: bool = False,
     ) -> None:
-        """Start the process. With `holds_error` the error for which it cannot start is not printed: the owner does."""
+        """Start the process by `launch`. With `holds_error` the error for which it cannot start is not printed here:
+        the owner prints it.
+        """
         self.name = process.name
         self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)
         self.is_ready = False
@@ -173,16 +183,18 @@ class Child:
         return self._launched.pid
 
     async def wait(self) -> None:
-        """Wait until the process has exited and its output has been read."""
+        """Wait until the process has exited and all its output has been read."""
         await self._ended.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal. A process that has exited is left alone."""
+        """Send the signal `number` to the process. Do nothing if it has exited."""
         if self.status is None:
             self._launched.signal(number)
 
     def last_line(self) -> str:
-        """Return the last line that is not blank, or "". If a process could not start, this line usually says why."""
+        """Return the last line of the process's output that is not blank, or "". If a process could not start, this
+        line usually says why.
+        """
         return next((line for line in reversed(self.recent_lines) if line.strip()), "")
 
     @property
@@ -226,7 +238,9 @@ class Child:
 
 
 class _Output:
-    """Reads a pipe or terminal that a process writes to, and passes each line to `on_line`."""
+    """Reads a pipe or terminal that a process writes to, and passes each line to `on_line`, with False for a progress
+    bar.
+    """
 
     def __init__(self, descriptor: int, on_line: Callable[[str, bool], None]) -> None:
         self._descriptor = descriptor
@@ -238,7 +252,7 @@ class _Output:
         self._loop.add_reader(descriptor, self._read)
 
     def close(self) -> None:
-        """Read the remaining output, then close. Do not wait for the end of the stream.
+        """Read the output that is there, then close the reading end. Do not wait for the end of the stream.
 
         A grandchild process may hold the other end open for longer.
         """
@@ -249,7 +263,7 @@ class _Output:
         self._end()
 
     def _read(self) -> bool:
-        """Read once. Return whether there was data, so that there may be more."""
+        """Read once from the pipe or terminal. Return whether there was data, so that there may be more."""
         if not self._is_open:
             return False
         try:
@@ -273,7 +287,7 @@ class _Output:
 
 
 def _terminal() -> tuple[int, int]:
-    """Return the reading and the writing end of a new terminal, so that a process draws its progress bars."""
+    """Return (reading end, writing end) of a new terminal. A process that writes to it draws its progress bars."""
     ours, its = pty.openpty()
     # Without OPOST the terminal passes output on unchanged; with it every \n would become \r\n.
     modes = termios.tcgetattr(its)

@@ -47,7 +47,7 @@ demo means that Baton has lost or damaged a KV block.
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """One statement of a demo prompt: the code of a thing."""
+    """One statement in the text of a demo prompt: a thing and its code."""
 
     thing: str
     code: str
@@ -59,7 +59,7 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    """A long text, the facts that it states, and the two questions of the demo.
+    """A long text for the demo with the facts that it states, about two of which the demo asks.
 
     The demo model answers a question about a fact only if all KV blocks of the text have arrived: a lost or damaged
     block makes the answer wrong.
@@ -78,7 +78,7 @@ class DemoPrompt:
 
 
 def make_demo_prompt(random: Random, *, num_facts: int = NUM_FACTS) -> DemoPrompt:
-    """Return a prompt with `num_facts` facts, their order, words and codes drawn from `random`."""
+    """Return a prompt of the demo with `num_facts` facts; their order, words and codes are drawn from `random`."""
     things = random.sample([f"{kind} {thing}" for kind in _KINDS for thing in _THINGS], num_facts)
     codes = random.sample(range(1000, 10_000), num_facts)
     facts = [Fact(thing, str(code)) for thing, code in zip(things, codes, strict=True)]
@@ -102,7 +102,7 @@ LINK_REPORT_TIMEOUT_S = 10.0
 
 
 def main() -> int:
-    """Run the demo and return its exit status."""
+    """Run the demo of `make demo` and return its exit status."""
     configure_logs(level="warning", format="text")
 
     async def start(lifecycle: Lifecycle) -> None:
@@ -119,13 +119,13 @@ def main() -> int:
 
 
 def say(text: str = "", *, end: str = "\n") -> None:
-    """Print to standard output immediately: an answer is shown token by token."""
+    """Print `text` and `end` to standard output immediately: an answer is shown token by token."""
     sys.stdout.write(text + end)
     sys.stdout.flush()
 
 
 class ServeProcess:
-    """Runs `baton serve` on a free port. Its log is shown only if it does not start."""
+    """Runs `baton serve` with the demo model on a free port. Its log is shown only if it does not start."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
@@ -133,7 +133,9 @@ class ServeProcess:
         self._log_reader: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start the process, wait until all instances are ready, return the router's URL. Raises `NotStartedError`."""
+        """Start `baton serve`, wait until all instances are ready, and return the router's URL. Raises
+        `NotStartedError` if it exits or takes too long.
+        """
         self._process = await asyncio.create_subprocess_exec(
             *serve_command(),
             stdin=asyncio.subprocess.DEVNULL,
@@ -150,7 +152,7 @@ class ServeProcess:
             raise NotStartedError(f"baton serve was not ready within {START_TIMEOUT_S:g} s") from None
 
     async def stop(self) -> None:
-        """Stop the cluster with SIGINT, as Ctrl-C does, and wait until it has exited."""
+        """Stop `baton serve` with SIGINT, as Ctrl-C does, and wait until it has exited."""
         if self._process is None:
             return
         if self._process.returncode is None:
@@ -164,7 +166,9 @@ class ServeProcess:
             self._recent_log.append(line.decode(errors="replace").rstrip())
 
     async def _read_banner(self) -> str:
-        """Return the URL in the banner, once the banner is complete."""
+        """Return the router's URL, once `baton serve` has printed all lines of its banner. Raises `NotStartedError` if
+        it exits before.
+        """
         assert self._process is not None and self._process.stdout is not None
         banner = BannerReader()
         async for line in self._process.stdout:
@@ -182,8 +186,8 @@ class ServeProcess:
 
 
 async def run_demo(url: str) -> None:
-    """Ask a short question and one for a tool, then two about one long text: the second of them finds that text in the
-    prefix cache.
+    """Ask the router at `url` a short question and one for a tool, then two about one long text: the second of them
+    finds that text in the prefix cache.
     """
     prompt = make_demo_prompt(Random(random.choice(SEEDS)))
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
@@ -194,8 +198,8 @@ async def run_demo(url: str) -> None:
 
 
 async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> None:
-    """Print a question, its answer while it is generated, whether the answer contains `expected`, and where the time
-    went.
+    """Send a question to the router. Print the question, its answer while it is generated, whether the answer contains
+    `expected`, and how long each phase took.
     """
     shown = question if len(question) < 100 else f"{question[:60]} [...] {question[-40:].partition(' ')[2]}"
     say(f"> {shown}")
@@ -215,7 +219,7 @@ async def ask(client: httpx.AsyncClient, question: str, *, expected: str) -> Non
 
 
 async def ask_with_tool(client: httpx.AsyncClient) -> None:
-    """Offer a tool to the model, print its call, return a result to it and print its answer."""
+    """Offer a tool to the model, print the call that it makes, send a result back and print the model's answer."""
     question, result = "What is the weather in Paris?", "sunny, 21 degrees"
     say(f"> {question}   (with the tool {WEATHER_TOOL['name']})")
     messages: list[object] = [{"role": "user", "content": question}]
@@ -232,7 +236,9 @@ async def ask_with_tool(client: httpx.AsyncClient) -> None:
 
 
 async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
-    """Return the transport with its measured rate and its two instances. Raises `TimeoutError` if none is reported."""
+    """Return a text with the transport, its measured rate and the two instances that it connects. Raises `TimeoutError`
+    if the router reports none in time.
+    """
     # The receiving instance measures the rate and reports it to the router about once a second.
     async with asyncio.timeout(LINK_REPORT_TIMEOUT_S):
         while True:
@@ -246,7 +252,7 @@ async def link_speed(client: httpx.AsyncClient, transport: str) -> str:
 
 
 def time_split_text(split: TimeSplit, usage: DemoUsage) -> str:
-    """Return the time split as text, one aligned line per phase."""
+    """Return how the time of one answer divides into phases as text, one aligned line per phase."""
     cached = sum(split.cached_tokens.values())
     rows = [
         ("prompt", f"{usage.prompt_tokens} tokens, {cached} of them cached"),

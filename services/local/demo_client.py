@@ -14,7 +14,7 @@ MAX_TOKENS = 60
 
 
 class AnswerError(RemoteError):
-    """The router answered with an error status, or the stream ended too early."""
+    """The server answered with an error status or cannot be reached, or its answer ended too early."""
 
 
 class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,26 +40,26 @@ class TimeSplit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoUsage(msgspec.Struct, frozen=True):
-    """Token counts of one answer, as OpenAI's `usage`."""
+    """The numbers of prompt and completion tokens of one answer, as OpenAI's `usage`."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
 class ChatChunkDelta(msgspec.Struct, frozen=True):
-    """New text of one choice."""
+    """The new text of one choice in a chunk of a streamed chat answer."""
 
     content: str | None = None
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
-    """One choice of a chunk."""
+    """One choice of a chunk of a streamed chat answer."""
 
     delta: ChatChunkDelta
 
 
 class ChatChunk(msgspec.Struct, frozen=True):
-    """One event of a chat stream; fields that the demo does not use are ignored."""
+    """One chunk (event) of a streamed chat answer; fields that the demo does not use are ignored."""
 
     choices: list[ChatChunkChoice] = []
     usage: DemoUsage | None = None
@@ -67,14 +67,14 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class DemoFunction(msgspec.Struct, frozen=True):
-    """The function of a tool call. `arguments` is JSON."""
+    """The function that a tool call of the model names. `arguments` is JSON text."""
 
     name: str
     arguments: str
 
 
 class DemoToolCall(msgspec.Struct, frozen=True):
-    """One tool call of an answer."""
+    """One tool call in an answer of the model."""
 
     id: str
     function: DemoFunction
@@ -82,7 +82,7 @@ class DemoToolCall(msgspec.Struct, frozen=True):
 
 
 class DemoMessage(msgspec.Struct, frozen=True):
-    """The message of an answer: a text, or tool calls."""
+    """The message in an answer of the model: a text, or tool calls."""
 
     role: str
     content: str | None = None
@@ -90,7 +90,7 @@ class DemoMessage(msgspec.Struct, frozen=True):
 
 
 class DemoChoice(msgspec.Struct, frozen=True):
-    """One choice of an answer."""
+    """One choice of an answer that is not streamed."""
 
     message: DemoMessage
 
@@ -102,7 +102,9 @@ class DemoAnswer(msgspec.Struct, frozen=True):
 
 
 class InstanceLinkSpeed(msgspec.Struct, frozen=True):
-    """Measured rate of the transfers from `peer` to an instance."""
+    """The measured rate of KV transfers from the instance `peer` to another instance, as the router's
+    /health shows it.
+    """
 
     peer: str
     transport: str
@@ -110,7 +112,7 @@ class InstanceLinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Instance(msgspec.Struct, frozen=True):
-    """One instance in the router's /health."""
+    """One instance in the router's /health, with the rates of KV transfers that it has received."""
 
     instance: str
     links: list[InstanceLinkSpeed] = []
@@ -123,7 +125,7 @@ class ClusterHealth(msgspec.Struct, frozen=True):
 
 
 async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator[ChatChunk]:
-    """Send one question and yield the chunks of its answer.
+    """Send one question to the router and yield the chunks of its streamed answer.
 
     Raises `AnswerError` if the status is not 200 or if the stream ends before its `[DONE]`.
     """
@@ -149,7 +151,9 @@ async def stream_chat(client: httpx.AsyncClient, question: str) -> AsyncIterator
 async def chat_with_tools(
     client: httpx.AsyncClient, messages: Sequence[object], tools: Sequence[dict[str, Any]]
 ) -> DemoMessage:
-    """Send a conversation that offers tools, and return the answer. Raises `AnswerError` if the status is not 200."""
+    """Send a conversation that offers `tools` to the router, and return the message of the answer. Raises `AnswerError`
+    if the status is not 200.
+    """
     body = {"messages": messages, "tools": tools, "max_tokens": MAX_TOKENS, "temperature": 0}
     headers = {"content-type": "application/json"}
     answer = await client.post("/v1/chat/completions", content=msgspec.json.encode(body), headers=headers)
@@ -159,6 +163,6 @@ async def chat_with_tools(
 
 
 async def read_health(client: httpx.AsyncClient) -> ClusterHealth:
-    """Return the instances and their links from the router's /health."""
+    """Return the instances, with the rates of their KV transfers, from the router's /health."""
     answer = await client.get("/health")
     return msgspec.json.decode(answer.content, type=ClusterHealth)

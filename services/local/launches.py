@@ -31,32 +31,37 @@ _MAX_NAME_BYTES = 15
 
 
 class RunningProcess(Protocol):
-    """A started process. Its descriptor is closed when `wait` returns."""
+    """A started process of the cluster. Its file descriptor is closed when `wait` returns."""
 
     pid: int
 
     def fileno(self) -> int:
-        """Return a descriptor that becomes readable when the process exits. The caller must not close it."""
+        """Return a file descriptor that becomes readable when the process exits. The caller must not close it."""
 
     def wait(self) -> int:
-        """Block until the process has exited, close its descriptor and return the status, negative for a signal."""
+        """Block until the process has exited, close its file descriptor and return the exit status, negative for a
+        signal.
+        """
 
     def signal(self, number: int) -> None:
-        """Send a signal. Do nothing if the process has exited."""
+        """Send the signal `number` to the process. Do nothing if it has exited."""
 
 
 class ProcessLauncher(Protocol):
-    """Starts a process of the cluster: `ProgramLauncher` or `ForkLauncher`."""
+    """The interface of a way to start the processes of the cluster: `ProgramLauncher` or `ForkLauncher`."""
 
     def __call__(self, process: Process, environ: Mapping[str, str], out: int, error: int) -> RunningProcess:
-        """Start a process with copies of `out` and `error` as its standard output and error.
+        """Start `process` with the environment `environ`, and copies of the file descriptors `out` and `error` as its
+        standard output and error.
 
         The caller keeps its two descriptors and closes them.
         """
 
 
 class ProgramLauncher:
-    """Starts `python -m MODULE ARGV`. The kernel kills the program if this process dies (`die_with_parent`)."""
+    """Starts each process as a new program, `python -m MODULE ARGV`. The kernel kills the program if this process dies
+    (`die_with_parent`).
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
@@ -77,7 +82,7 @@ class ProgramLauncher:
 
 
 class _Program:
-    """A process that `ProgramLauncher` has started."""
+    """A process that `ProgramLauncher` has started; implements `RunningProcess`."""
 
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
         self.pid = popen.pid
@@ -100,9 +105,9 @@ class _Program:
 
 
 class ForkLauncher:
-    """Forks processes from a server process that has already imported the modules `preload` and `modules`, so that they
-    start faster; each process calls `main(argv)` of `module`. Modules that do not exist are skipped. If the server
-    cannot be started or forked, the launcher `otherwise` is used.
+    """Starts processes as forks of a server process that has already imported the modules `preload` and `modules`, so
+    that they start faster; each process calls `main(argv)` of `module`. Modules that do not exist are skipped. If the
+    server cannot be started or forked, the launcher `otherwise` is used.
     """
 
     def __init__(
@@ -116,7 +121,7 @@ class ForkLauncher:
         self._context.set_forkserver_preload([preload, *modules])
 
     def warm_up(self, then: Callable[[], object]) -> None:
-        """Run `prepare` in a thread, then call `then` on the event loop."""
+        """Start the fork server in a thread (`prepare`), then call `then` on the event loop."""
         loop = asyncio.get_running_loop()
 
         def start() -> None:
@@ -155,7 +160,7 @@ class ForkLauncher:
 
 
 class _Fork:
-    """A process that `ForkLauncher` has forked."""
+    """A process that `ForkLauncher` has forked; implements `RunningProcess`."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -186,7 +191,9 @@ class _Fork:
 
 
 def _check_preload(preload: str) -> None:
-    """Exit with status 1 if the fork server runs threads. This runs in a fork of it."""
+    """Exit with status 1 if importing the module `preload` has left threads running in the fork server, which then must
+    not be used. This runs in a trial fork of it.
+    """
     if not import_module(preload).is_fit_to_fork():
         sys.exit(1)
 
@@ -194,7 +201,9 @@ def _check_preload(preload: str) -> None:
 def _run_forked(
     module: str, argv: list[str], name: str, variables: Mapping[str, str], out: Connection, error: Connection
 ) -> None:
-    """Run `module` in the forked process, which then exits."""
+    """Run `main(argv)` of `module` in the forked process, then exit. `name` is the process's name for `ps`, `variables`
+    its whole environment, and `out` and `error` its outputs.
+    """
     # Imported objects are never freed. If the collector does not touch them, their pages stay shared between instances.
     gc.freeze()
     gc.enable()
@@ -213,7 +222,9 @@ def _run_forked(
 
 
 def _end_with_parent() -> None:
-    """Kill this process when the supervisor exits, so that `kill -9` of the supervisor leaves no orphans."""
+    """Wait until the supervisor exits, then kill this process, so that `kill -9` of the supervisor
+    leaves no orphans.
+    """
     parent = multiprocessing.parent_process()
     assert parent is not None
     wait([parent.sentinel])

@@ -45,7 +45,7 @@ PROGRAM = "baton serve"
 
 
 class _KindOptions(TypedDict):
-    """The options that `detect_model_kind` takes."""
+    """The settings by which a user states what the model computes, as `detect_model_kind` takes them."""
 
     runner: RunnerType
     task: Task
@@ -113,7 +113,7 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
 
 
 def _drain_timeout_s(given: GivenOptions) -> float:
-    """Return the longest time in seconds that an instance gives its running requests at the stop."""
+    """Return the longest time in seconds that any instance gives its running requests when the cluster stops."""
     defaults = [option.default for option in given.instance if option.name == "drain_timeout_s"]
     common = given.values.get("drain_timeout_s", *defaults)
     own = [section["drain_timeout_s"] for section in given.sections.values() if "drain_timeout_s" in section]
@@ -121,7 +121,9 @@ def _drain_timeout_s(given: GivenOptions) -> float:
 
 
 def _check_transport(settings: ServeSettings, transport: str) -> None:
-    """Raise `ConfigurationError` if the transport cannot connect instances in different processes."""
+    """Raise `ConfigurationError` if `transport`, the value of `--kv-transport`, cannot connect instances in different
+    processes and there are prefill or decode instances.
+    """
     if transport == "memory" and (settings.prefill or settings.decode):
         raise ConfigurationError(
             "--kv-transport memory works only within one process, but each instance is a process: use auto, usm, zeromq"
@@ -130,9 +132,10 @@ def _check_transport(settings: ServeSettings, transport: str) -> None:
 
 
 def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str, str]) -> ServeSettings:
-    """Return the settings with the model's folder, pools that fit the model, and the actual port.
+    """Return the settings of `baton serve` with the model's folder, numbers of instances that fit the model, and the
+    actual port.
 
-    Raises `ConfigurationError` if the model is missing, if the pools cannot serve it, or if the port is in use.
+    Raises `ConfigurationError` if the model is missing, if the instances cannot serve it, or if the port is in use.
     """
     if settings.model:
         source = settings.source(settings.model)
@@ -155,10 +158,10 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """Return the settings with the pools of all replicas, and without decode instances if the model computes vectors,
-    such as an embedding model.
+    """Return the settings with the total numbers of instances of all replicas, and without decode instances if the
+    model computes vectors, such as an embedding model.
 
-    Raises `ConfigurationError` if the remaining pools cannot serve the model.
+    Raises `ConfigurationError` if the remaining instances cannot serve the model.
     """
     # The number of replicas ends here: all later code counts processes.
     pools = {role: getattr(settings, role) * settings.data_parallel_size for role in ("prefill", "decode", "unified")}
@@ -175,7 +178,9 @@ def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
 
 
 def _kind(folder: Path, given: GivenOptions) -> ModelKind:
-    """Return the task of the model, such as `generate` or `embed`. Raises `ConfigurationError` if it has none."""
+    """Return what the model in `folder` computes, such as `generate` or `embed`. Raises `ConfigurationError` if that
+    cannot be found, or contradicts the given options.
+    """
     stated = {name: str(given.values.get(name, "auto")) for name in ("runner", "task")}
     try:
         return detect_model_kind(folder, **msgspec.convert(stated, _KindOptions))
@@ -184,7 +189,7 @@ def _kind(folder: Path, given: GivenOptions) -> ModelKind:
 
 
 def _names(settings: ServeSettings, given: GivenOptions) -> list[str]:
-    """Return the names under which the model is served. With an empty list each process uses its default."""
+    """Return the names under which requests find the model. If the list is empty, each process uses its default."""
     chosen = given.values.get("served_model_name")
     if isinstance(chosen, list) and chosen:
         return [str(name) for name in chosen]
@@ -219,7 +224,7 @@ def _machine(device: str, environ: dict[str, str]) -> Machine:
 
 
 def new_key_file() -> str:
-    """Write a new cluster key into a memfd and return its path, for `--cluster-key-file`.
+    """Write a new random cluster key into a memfd (anonymous file) and return its path, for `--cluster-key-file`.
 
     Only this user and root may open a path under /proc/PID/fd. The file exists until this process exits.
     """

@@ -35,7 +35,7 @@ PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size")
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process to start. `argv` begins with the role.
+    """One process that `baton serve` starts. `argv` are its arguments and begin with the role.
 
     `variables` are added to its environment. Secrets are passed there, because every user can read command lines.
     """
@@ -49,7 +49,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class GivenOptions:
-    """Options that the user has given for the router and for instances.
+    """Options that the user of `baton serve` has given for the router and for instances.
 
     `values` come from flags, variables and the configuration file, by name. `sections` come from the file's sections
     for one role. `router` and `instance` list the options that each kind of process knows.
@@ -77,10 +77,10 @@ class Machine:
 def plan(
     settings: ServeSettings, given: GivenOptions, machine: Machine, *, names: list[str], registry: str
 ) -> list[Process]:
-    """Return the processes to start, the router first.
+    """Return the processes that `baton serve` starts, the router first.
 
-    `settings.port` must be the actual port. `names` are the names under which the model is served. Raises
-    `ConfigurationError` if an instance needs more devices than there are.
+    `settings.port` must be the actual port. `names` are the names under which the model is served, and `registry` is
+    the URL of the registry. Raises `ConfigurationError` if an instance needs more devices than there are.
     """
     common: dict[str, Value] = {"model": settings.model, "registry": registry, "served_model_name": names}
     # The router obtains the models of --models and --tokenizer itself.
@@ -112,14 +112,14 @@ def plan(
 
 
 def _size(given: GivenOptions, role: Role) -> int:
-    """Return the number of devices of one instance of a role."""
+    """Return the number of devices over which one instance of `role` divides its model."""
     own = given.sections.get(role, {})
     return prod(int(str(own.get(name, given.values.get(name, 1)))) for name in PARALLEL_OPTIONS)
 
 
 @dataclass(frozen=True, slots=True)
 class _MachineShare:
-    """Options and environment variables that give an instance its part of the machine."""
+    """The options and environment variables that give one instance its part of this machine: devices or CPU cores."""
 
     values: Mapping[str, Value]
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -129,7 +129,8 @@ class _MachineShare:
 def _shares(
     machine: Machine, settings: ServeSettings, roles: Sequence[Role], sizes: Sequence[int]
 ) -> list[_MachineShare]:
-    """Return the part of the machine for each instance. `sizes` are their numbers of devices.
+    """Return the part of the machine for each instance, in the order of `roles`. `sizes` are their numbers of devices
+    (ranks).
 
     Raises `ConfigurationError` if an instance needs more devices than there are.
     """
@@ -145,7 +146,9 @@ def _shares(
 
 
 def _cpu_share(allocation: CpuAllocation, size: int, core_turns: str) -> _MachineShare:
-    """Return the options for an allocation of cores that `size` processes (ranks) share."""
+    """Return the part of the machine for an instance on the CPU whose cores (`allocation`) its `size` ranks share.
+    `core_turns` is the path for `--core-turns`.
+    """
     threads = max(1, allocation.threads // size)
     values: dict[str, Value] = {"engine_nice": allocation.nice} if allocation.nice else {}
     if allocation.shares_cores:
@@ -159,7 +162,8 @@ def _cpu_share(allocation: CpuAllocation, size: int, core_turns: str) -> _Machin
 
 
 def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequence[int]]:
-    """Give each instance the next `size` devices; start again at the first device when too few are left.
+    """Return the devices of each instance: the next `size` ones for each of `sizes`, beginning again with the first
+    device when too few are left.
 
     Raises `ConfigurationError` if an instance needs more devices than there are.
     """
@@ -179,7 +183,9 @@ def _device_groups(devices: Sequence[int], sizes: Sequence[int]) -> list[Sequenc
 
 
 def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _MachineShare:
-    """Return the options of an instance on `devices`. At most `sharers` instances use each of them."""
+    """Return the part of the machine for an instance on the accelerators `devices`. At most `sharers` instances use
+    each of them, and divide its memory.
+    """
     values: dict[str, Value] = {}
     variables: dict[str, str] = {}
     if len(devices) == 1:
@@ -199,7 +205,10 @@ def _share(settings: ServeSettings, devices: Sequence[int], sharers: int) -> _Ma
 def _process(
     name: str, role: str, own: Mapping[str, object], given: GivenOptions, options: Sequence[Option]
 ) -> Process:
-    """Return a process with its flags. Options of the user override `own`, and a role's section overrides both."""
+    """Return a process of `role` with its flags. `own` are the options that `baton serve` sets; options of the user
+    override them, and the configuration file's section for the role overrides both. `options` are the options
+    that the process knows.
+    """
     known = {option.name: option for option in options}
     values = dict(own)
     values |= {key: value for key, value in given.values.items() if key in known}

@@ -23,7 +23,7 @@ __all__ = ["baton_serve", "is_fit_to_fork"]
 
 
 def is_fit_to_fork() -> bool:
-    """Return whether this process has one thread only. Forking it with several could leave locks held for ever."""
+    """Return whether this process runs only one thread. Forking it with several could leave locks held for ever."""
     return len(list(Path("/proc/self/task").iterdir())) == 1
 
 

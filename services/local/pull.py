@@ -12,7 +12,9 @@ PROGRAM = "baton pull"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Download the model and print the path to serve. Return 0, or 1 if it failed."""
+    """Run `baton pull` with these arguments: download a model and print the path to serve. Return the exit status, 1 if
+    it failed.
+    """
     parser = argparse.ArgumentParser(
         PROGRAM,
         description="Download the files of a model that serving needs into the Hugging Face cache (HF_HOME), and print"

@@ -39,7 +39,9 @@ _MAX_DELAY_S = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a batch. Return the exit status: 1 if a request got no answer with status 200."""
+    """Run `baton run-batch` with these arguments. Return the exit status: 1 if a request got no answer
+    with status 200.
+    """
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     own, options = words[:end], words[end + 1 :]
@@ -78,7 +80,9 @@ def _exit(number: int, _frame: object) -> NoReturn:
 
 
 def _key(settings: RunBatchSettings, environ: Mapping[str, str]) -> str | None:
-    """Return the API key. Those of the environment belong to other servers than a cluster that is started here."""
+    """Return the API key for the server, or None. Keys in the environment are used only for a server at `--url`: they
+    do not belong to a cluster that is started here.
+    """
     if settings.api_key or settings.model:
         return settings.api_key
     return environ.get("VLLM_API_KEY") or environ.get("OPENAI_API_KEY")
@@ -86,7 +90,9 @@ def _key(settings: RunBatchSettings, environ: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _server(settings: RunBatchSettings, options: Sequence[str]) -> Iterator[str]:
-    """Give the URL of the server, without `/v1`."""
+    """Yield the URL, without `/v1`, of the server at `--url` or, if a MODEL is given, of a local cluster for it, which
+    is started with `options` and stopped at the end of the block.
+    """
     if not settings.model:
         yield settings.url.rstrip("/").removesuffix("/v1")
         return
@@ -95,7 +101,7 @@ def _server(settings: RunBatchSettings, options: Sequence[str]) -> Iterator[str]
 
 
 class ProgressLine:
-    """Shows the number of ended requests: on a terminal while they run, elsewhere once at the end."""
+    """Shows how many requests of a batch have ended: on a terminal while they run, elsewhere once at the end."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -105,7 +111,7 @@ class ProgressLine:
         self.num_failed = 0
 
     def add(self, *, is_failed: bool) -> None:
-        """Count a request that has ended."""
+        """Count a request that has ended, and whether it failed."""
         self.num_ended += 1
         self.num_failed += is_failed
         if self._out.isatty() and time.monotonic() - self._shown_at > _PROGRESS_S:
@@ -114,7 +120,7 @@ class ProgressLine:
             self._out.flush()
 
     def end(self) -> None:
-        """Show the final numbers."""
+        """Print the final numbers of ended and failed requests."""
         start = "\r" if self._out.isatty() else ""
         self._out.write(f"{start}{self._text()}\n")
 
@@ -124,7 +130,9 @@ class ProgressLine:
 
 
 class BatchClient:
-    """Sends the requests of one file to the server at `url`, and writes each result as soon as it is there."""
+    """Sends the requests of one batch file to the server at `url`, and writes each result to `output` as soon as it is
+    there.
+    """
 
     def __init__(self, url: str, api_key: str | None, output: BinaryIO, progress: ProgressLine) -> None:
         self._url = url
@@ -135,7 +143,9 @@ class BatchClient:
         self._progress = progress
 
     async def run(self, lines: BinaryIO, max_concurrency: int) -> bool:
-        """Answer all lines. Return whether each got an answer with status 200."""
+        """Send the requests in `lines`, at most `max_concurrency` at once. Return whether each got an answer with
+        status 200.
+        """
         limits = httpx.Limits(max_connections=max_concurrency)
         running: set[asyncio.Task[None]] = set()
         async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT, limits=limits) as http:
@@ -169,7 +179,9 @@ class BatchClient:
         self._write(BatchResult(result_id, request.custom_id, BatchResponse(response.status_code, request_id, body)))
 
     async def _post(self, http: httpx.AsyncClient, path: str, body: bytes) -> httpx.Response:
-        """Send one request, again after a delay if the server is overloaded. Raises `httpx.HTTPError`."""
+        """Send the request `body` to the server's `path`, and again after a delay if the server is overloaded. Raises
+        `httpx.HTTPError` if it does not answer.
+        """
         for number in range(1, _MAX_TRIES + 1):
             response = await http.post(path, content=body, headers=self._headers)
             if response.status_code not in (429, 503) or number == _MAX_TRIES:
@@ -185,7 +197,9 @@ class BatchClient:
 
 
 def _custom_id(line: bytes) -> str:
-    """Return the id of a line that is not valid, or an empty string if it has none."""
+    """Return the `custom_id` of a line of the batch file that is not a valid request, or an empty string if it has
+    none.
+    """
     try:
         return str(msgspec.json.decode(line)["custom_id"])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, LookupError, TypeError):

@@ -21,7 +21,9 @@ MAX_FILE_SIZE = 5 * 2**30
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the folder and print how to serve it. Return 0, or 1 if it failed."""
+    """Run `baton save-sharded-state` with these arguments: write the folder and print how to serve it. Return the exit
+    status, 1 if it failed.
+    """
     options = _parser().parse_args(argv)
     # These imports load torch; `--help` must not wait for it.
     from baton_serve.engine.config import EngineConfig
@@ -45,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Return the options; their names are those of vLLM's script."""
+    """Return the parser of the command's options, whose names are those of vLLM's script."""
     parser = argparse.ArgumentParser(
         PROGRAM,
         description="Write the weights of MODEL into FOLDER as each tensor-parallel rank needs them, with config and"

@@ -23,7 +23,9 @@ class NotStartedError(LocalError):
 
 
 def serve_command(*options: str) -> list[str]:
-    """Return the command that runs `baton serve` on a free port. It dies with the process that starts it."""
+    """Return the command line that runs `baton serve` with `options` on a free port. The process ends with the process
+    that starts it.
+    """
     return module_command(
         "baton_serve.services.common.die_with_parent",
         str(os.getpid()),
@@ -42,14 +44,17 @@ class BannerReader:
         self._url = ""
 
     def feed(self, line: str) -> str | None:
-        """Take the next line of standard output. Return the URL, without `/v1`, once the banner is complete."""
+        """Read the next line of the standard output of `baton serve`. Return the URL, without `/v1`, once the banner is
+        complete, else None.
+        """
         if match := _URL.match(line):
             self._url = match[1]
         return self._url if line.strip().startswith(_BANNER_END) else None
 
 
 class LocalCluster:
-    """`with LocalCluster(options) as cluster`: runs `baton serve` until the block ends. It does not use an event loop.
+    """`with LocalCluster(options) as cluster`: runs `baton serve` with these options until the block ends. It does not
+    use an event loop.
 
     Its log and its progress bars appear on this process's standard error.
     """
@@ -60,7 +65,7 @@ class LocalCluster:
         """The router's URL, without `/v1`."""
 
     def __enter__(self) -> Self:
-        """Start the processes and wait until all are ready, at most for `--start-timeout-s` of `baton serve`.
+        """Start `baton serve` and wait until all its processes are ready, at most for its `--start-timeout-s`.
 
         Raises `NotStartedError` if it exits before that.
         """
@@ -93,7 +98,7 @@ class LocalCluster:
         raise NotStartedError("baton serve did not start; the reason is above")
 
     def _stop(self) -> None:
-        """End the cluster as Ctrl-C does. A further Ctrl-C ends it at once, as in `baton serve`."""
+        """Stop `baton serve` as Ctrl-C does, and wait for its end. A further Ctrl-C of the user ends it at once."""
         self._process.send_signal(signal.SIGINT)
         try:
             try:

@@ -18,7 +18,7 @@ Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
-    """The model, the pools and the address of a local cluster."""
+    """The settings of `baton serve` itself: the model, the numbers of instances and the address of a local cluster."""
 
     EVERYDAY: ClassVar = (
         "model", "prefill", "decode", "port", "host", "served_model_name", "max_model_len", "quantization",
@@ -64,7 +64,9 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
 
 
 class CompletionSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The server of `baton complete`, and its requests. The names are those of `vllm complete`."""
+    """The settings of `baton complete`: the server, and the requests that it gets. The names are those of `vllm
+    complete`.
+    """
 
     model: Annotated[
         str,
@@ -93,7 +95,7 @@ class CompletionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChatSettings(CompletionSettings, frozen=True, kw_only=True):
-    """The server of `baton chat`, and its requests. The names are those of `vllm chat`."""
+    """The settings of `baton chat`: the server, and the requests that it gets. The names are those of `vllm chat`."""
 
     system_prompt: Annotated[
         str | None,
@@ -102,7 +104,7 @@ class ChatSettings(CompletionSettings, frozen=True, kw_only=True):
 
 
 class RunBatchSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The files and the server of `baton run-batch`. The names are those of `vllm run-batch`."""
+    """The settings of `baton run-batch`: the files and the server. The names are those of `vllm run-batch`."""
 
     model: Annotated[
         str,

@@ -32,7 +32,7 @@ STOP_DEADLINE_S = 25.0
 
 
 class ProcessLostError(LocalError):
-    """A process failed too often and is not restarted any more."""
+    """A process of a local cluster failed too often and is not restarted any more."""
 
 
 class _Health(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class _Health(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class ClusterTimeouts:
-    """Times of a local cluster in seconds."""
+    """The time limits of a local cluster, in seconds."""
 
     start_s: float = 1800.0
     """Longest time until a restarted instance is ready."""
@@ -57,12 +57,14 @@ class ClusterTimeouts:
 
 
 class ClusterSupervisor(ProcessSupervisor[Child]):
-    """Owns the processes of one local cluster. All methods run on the event loop. Its base class `ProcessSupervisor`
-    starts a process again when it has died. `processes` has the router first. With `forks`, instances are forked from
-    its server. Until all processes have been ready once, a process that keeps failing ends the start with an error.
-    After that every process that dies is restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A
-    restarted instance that is not ready within `timeouts.start_s` counts as hung, and is killed. So is a router that
-    accepts connections and does not answer (`timeouts.router`).
+    """Starts, watches and stops the processes of one local cluster. All methods run on the event loop. Its base class
+    `ProcessSupervisor` starts a process again when it has died.
+
+    `processes` has the router first. With `forks`, instances are forked from its server. Until all processes have been
+    ready once, a process that keeps failing ends the start with an error. After that every process that dies is
+    restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A restarted instance that is not ready
+    within `timeouts.start_s` counts as hung, and is killed. So is a router that accepts connections and does not answer
+    (`timeouts.router`).
     """
 
     def __init__(
@@ -101,10 +103,10 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
             self._forks.warm_up(lambda: self._keep_running(self._instances))
 
     async def wait_ready(self, timeout_s: float) -> None:
-        """Wait until every instance is ready.
+        """Wait until every instance of the cluster is ready.
 
-        Raises `ConfigurationError` if a process cannot start or the time is over, and `ProcessLostError` if a process
-        keeps failing. The message contains the last line that the process printed.
+        Raises `ConfigurationError` if a process cannot start or `timeout_s` seconds are over, and `ProcessLostError` if
+        a process keeps failing. The message contains the last line that the process printed.
         """
         # The import takes a tenth of a second. It runs here, so that the processes are started before it.
         import httpx
@@ -126,7 +128,9 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         return self._timeouts.drain_s + ROUTER_AFTER_S + STOP_DEADLINE_S
 
     async def stop(self) -> None:
-        """Stop the instances, which finish their requests, then the router. After `STOP_DEADLINE_S` kill the rest."""
+        """Stop the instances, which finish their requests, then the router. Kill the processes that still run after
+        `STOP_DEADLINE_S` seconds more.
+        """
         if any(child.status is None for child in self.runs.values()):
             left = f"running streams have up to {self._timeouts.drain_s:g} s left (--drain-timeout-s)"
             self._report(f"stopping: {left}; press Ctrl-C again to stop at once")
@@ -166,7 +170,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         router.signal(signal.SIGKILL)
 
     async def _is_router_hung(self, timeout_s: float) -> bool:
-        """Return whether the router accepts a connection but does not answer in time."""
+        """Return whether the router accepts a connection but does not answer within `timeout_s` seconds."""
         import httpx
 
         try:
@@ -179,7 +183,9 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         return False
 
     def _check_ready(self, child: Child) -> None:
-        """Kill a restarted instance that is still not ready: a card that hung may also hang while a model is loaded."""
+        """Kill a restarted instance that is still not ready after its time limit: a card that hung may also hang while
+        a model is loaded.
+        """
         if child.status is None and not child.is_ready and not self._stopping.is_set():
             waited = f"{child.name} is not ready within {self._timeouts.start_s:g} s (--start-timeout-s)"
             self._report(f"{waited} and is killed")

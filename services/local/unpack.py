@@ -13,7 +13,9 @@ PROGRAM = "baton unpack"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Unpack the file and print the MODEL to serve. Return 0, or 1 if it failed."""
+    """Run `baton unpack` with these arguments: unpack a GGUF file and print the MODEL to serve. Return the exit status,
+    1 if it failed.
+    """
     parser = argparse.ArgumentParser(
         PROGRAM,
         description="Write the config, the tokenizer and the chat template of a GGUF file into FOLDER, with a link to"

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
-    """Make the handler of a prefill instance from the parts of its process."""
+    """Return the request handler of a prefill instance, made from the parts of its process."""
     return PrefillHandler(
         parts.engine,
         parts.transfer,
@@ -42,7 +42,9 @@ def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
 
 
 class PrefillHandler:
-    """Implements `services.instance.request_server.RoleHandler` for prefill instances. Event loop only."""
+    """Serves the requests of a prefill instance: computes prompts and hands their KV blocks off. Implements
+    `services.instance.request_server.RoleHandler`. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -65,7 +67,9 @@ class PrefillHandler:
         return isinstance(message, Prefill | Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Fail the ticket of a refused request, so that its decode instance does not wait for the blocks."""
+        """Fail the ticket of a refused request with `reason`, so that its decode instance does not wait
+        for the blocks.
+        """
         if isinstance(message, Prefill) and message.ticket is not None:
             try:
                 # A transfer must be opened before it can fail; opening raises, for example, if the ticket is used
@@ -94,28 +98,30 @@ class PrefillHandler:
             await self._prefill(request, message, observer)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Do nothing: no request waits outside the engine."""
+        """Do nothing: on a prefill instance no request waits outside the engine."""
 
     def num_queued(self) -> int:
-        """Return 0: requests that wait for free blocks are in the engine."""
+        """Return 0: requests that wait for free blocks are in the engine already."""
         return 0
 
     async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
-        """Compile the grammar, fetch the cached prefix from a peer, decode the images, and add the request."""
+        """Prepare a request and add it to the engine: compile its grammar, fetch the cached prefix from another
+        instance, and decode its images.
+        """
         await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
         pixels = await read_images(message.images, self._reader)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
     async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
-        """Compute the prompt; return when its blocks are held for the decode instance."""
+        """Compute the prompt of a request; return when the engine keeps its blocks for the decode instance."""
         await self._begin(request, message)
         # Shielded: the engine sets this future even after a cancellation, and `_free` must know whether the engine
         # still holds the blocks.
         await asyncio.shield(observer.end)
 
     async def _prefill(self, request: AttemptEntry, message: Prefill, observer: PrefillObserver) -> None:
-        """Serve a request without handoff: it ends with its first token."""
+        """Serve a request without a handoff: compute its prompt and first token, then free its blocks."""
         try:
             await self._begin(request, message)
             await observer.end
@@ -123,7 +129,9 @@ class PrefillHandler:
             self._free(request, observer)
 
     async def _hand_off(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
-        """Compute the prompt while its blocks are sent, and wait until the decode instance has received all of them."""
+        """Serve a request with a handoff: compute the prompt while its blocks are sent, and wait until the decode
+        instance has received all of them. Raises `RequestFailed` if the decode instance gave up.
+        """
         ticket = observer.ticket
         self._transfer.open(ticket)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
@@ -163,7 +171,9 @@ class PrefillHandler:
         released: "asyncio.Future[str]",
         computing: "asyncio.Future[None]",
     ) -> None:
-        """Wait until no copy reads the blocks any more, then free them; count a failed handoff."""
+        """Wait until no copy reads the request's blocks any more (`released`), then free them. Count and log a failed
+        handoff.
+        """
         ticket = observer.ticket
         await asyncio.gather(computing, return_exceptions=True)
         if not released.done():
@@ -178,7 +188,7 @@ class PrefillHandler:
             logger.warning("handoff to decode instance %s failed: %s", ticket.sink, reason, extra=extra)
 
     def _free(self, request: AttemptEntry, observer: PrefillObserver) -> None:
-        """Free the request's blocks in the engine."""
+        """Free the request's blocks in the engine, whether its prompt is computed or not."""
         inner = request.work.request_id
         # `release` ends a request whose blocks are held; `cancel` ends one that is still computed.
         if observer.is_held:

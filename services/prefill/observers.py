@@ -18,7 +18,9 @@ logger = logging.getLogger(__name__)
 
 
 class PrefillObserver:
-    """Follows a prompt that is computed without a handoff. Implements `RequestObserver`."""
+    """Follows a request whose prompt is computed without a handoff, only to learn of its end. Implements
+    `RequestObserver`.
+    """
 
     def __init__(self) -> None:
         self.end: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -26,7 +28,7 @@ class PrefillObserver:
 
     @property
     def is_held(self) -> bool:
-        """Return whether the engine has computed the prompt and keeps its blocks."""
+        """Return whether the engine has computed the prompt and keeps its blocks until they are released."""
         return self.end.done() and not self.end.cancelled() and self.end.exception() is None
 
     def completed(self, blocks: CompletedBlocks) -> None:
@@ -36,25 +38,26 @@ class PrefillObserver:
         """Do nothing: without a ticket no instance fetches layer groups."""
 
     def token(self, output: SequenceOutput) -> None:
-        """Do nothing: `AttemptTable.apply` sends first tokens to the router."""
+        """Do nothing: the first tokens are sent to the router elsewhere (`AttemptTable.apply`)."""
 
     def held(self, at: float) -> None:
-        """Resolve `end`: the prompt is computed and its blocks are kept."""
+        """Resolve the future `end`, because the prompt is computed and its blocks are kept."""
         if not self.end.done():
             self.end.set_result(None)
 
     def ended(self) -> None:
-        """Do nothing: the prompt's blocks are kept even if every sequence ends with its first token."""
+        """Do nothing: the prompt's blocks are kept even if every sequence has ended with its first token."""
 
     def failed(self, code: ErrorCode, message: str) -> None:
-        """Let `end` raise `RequestFailed`: the engine failed the request."""
+        """Let the future `end` raise `RequestFailed`, because the engine failed the request."""
         if not self.end.done():
             self.end.set_exception(RequestFailed(code, message))
 
 
 class HandoffObserver(PrefillObserver):
-    """Follows a prompt in the engine and offers its blocks to the decode instance that the ticket names, as they are
-    computed. The owner sets `is_open` to False when the handoff is over; later blocks are not offered.
+    """Follows a request in the engine, and offers the blocks of its prompt to the decode instance that the ticket
+    names, as they are computed. The owner sets `is_open` to False when the handoff is over; later blocks are not
+    offered.
     """
 
     def __init__(self, transfer: SourcePort, ticket: Ticket, clock: Callable[[], float]) -> None:
@@ -68,7 +71,7 @@ class HandoffObserver(PrefillObserver):
         self.is_open = True
 
     def completed(self, blocks: CompletedBlocks) -> None:
-        """Publish completed blocks on the ticket."""
+        """Publish these computed blocks for the request's ticket, so that the decode instance can fetch them."""
         if self.is_open:
             try:
                 self._transfer.publish(self._ticket, blocks.blocks)
@@ -76,7 +79,9 @@ class HandoffObserver(PrefillObserver):
                 self._stop_publishing(exc)
 
     def completed_layer_groups(self, blocks: CompletedBlocks, parts: range) -> None:
-        """Publish computed layer groups of the last blocks on the ticket."""
+        """Publish the layer groups with the numbers `parts` of these blocks for the request's ticket, so that the
+        decode instance can fetch them.
+        """
         if self.is_open:
             try:
                 self._transfer.publish_parts(self._ticket, blocks.blocks, parts)
@@ -84,13 +89,15 @@ class HandoffObserver(PrefillObserver):
                 self._stop_publishing(exc)
 
     def token(self, output: SequenceOutput) -> None:
-        """Remember the first token of a sequence; it is sent with the last block."""
+        """Remember the first token of a sequence; it is sent to the decode instance behind the last block."""
         # A sequence that ends with its first token is not started by the decode instance.
         is_finished = output.finish_reason is not None
         self._first.append(FirstToken(output.sequence, output.token_ids[-1], is_finished))
 
     def held(self, at: float) -> None:
-        """Finish the handoff: all blocks are published, and the first tokens are sent."""
+        """Finish the handoff, because all blocks of the prompt are published: send the first tokens. `at` is the end of
+        the last step (`time.monotonic()`).
+        """
         if self.is_open:
             payload = encode_first_tokens(self._first, since_end_s=max(0.0, self._clock() - at))
             try:
@@ -100,7 +107,9 @@ class HandoffObserver(PrefillObserver):
         super().held(at)
 
     def _stop_publishing(self, exc: LocalTransferError) -> None:
-        """Stop publishing. The ticket has just ended; the task that awaits its release will report the reason."""
+        """Publish nothing more for the ticket, because it has just ended (`exc`). The task that waits for the release
+        of its blocks will report the reason.
+        """
         logger.debug(
             "stopped publishing KV blocks for ticket %s: %s", self._ticket, exc, extra={"request_id": self._request_id}
         )

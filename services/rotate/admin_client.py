@@ -21,7 +21,7 @@ TIMEOUT_S = 10.0
 
 
 class AdminRequestError(RemoteError):
-    """A router, an instance or the registry did not answer, or refused the request."""
+    """A router, an instance or the registry did not answer, or refused a request of `baton drain` or `baton rotate`."""
 
 
 class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,10 +44,10 @@ class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceSource(Protocol):
-    """Lists the instances of the cluster: `RouterSource` or `RegistrySource`."""
+    """The interface that lists the instances of the cluster: `RouterSource` or `RegistrySource`."""
 
     async def instances(self) -> list[InstanceInfo]:
-        """Return all instances of the cluster. Raises `AdminRequestError` if the source does not answer."""
+        """Return all instances of the cluster. Raises `AdminRequestError` if the router or registry does not answer."""
 
 
 class _RouterHealth(msgspec.Struct, frozen=True):
@@ -58,7 +58,7 @@ class _RouterHealth(msgspec.Struct, frozen=True):
 
 
 class RouterSource:
-    """Reads the instances from a router's /health, which lists ready and draining ones."""
+    """Lists the instances of the cluster from a router's /health, which has ready and draining ones."""
 
     def __init__(self, client: httpx.AsyncClient, url: str, api_key: str | None = None) -> None:
         self._client = client
@@ -77,7 +77,7 @@ class RouterSource:
 
 
 class RegistrySource:
-    """Reads the instances from a registry. The caller starts and closes `view`."""
+    """Lists the instances of the cluster from the registry. The caller starts and closes `view`."""
 
     def __init__(self, view: RegistryView) -> None:
         self._view = view
@@ -99,14 +99,17 @@ class RegistrySource:
 
 
 class InstanceAdmin:
-    """Sends HTTP requests to the instances themselves. Instances on other machines require the cluster key."""
+    """Sends HTTP requests for draining to the instances themselves. Instances on other machines require the cluster
+    `key`.
+    """
 
     def __init__(self, client: httpx.AsyncClient, key: ClusterKey | None) -> None:
         self._client = client
         self._headers = {"authorization": f"Bearer {key.admin_token}"} if key is not None else {}
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None:
-        """Start draining an instance. When this returns, it refuses new requests; accepted ones may still be running.
+        """Start draining the instance at `address` (HOST:PORT). When this returns, it refuses new requests; accepted
+        ones may still be running.
 
         With `exit_afterwards` its process exits once no request runs any more. Raises `AdminRequestError` if the
         instance does not answer or refuses.
@@ -117,7 +120,7 @@ class InstanceAdmin:
             raise AdminRequestError(f"{address} refuses to drain: status {answer.status_code}: {answer.text}")
 
     async def state(self, address: str) -> InstanceState | None:
-        """Return the state of an instance, or None if no connection to it is possible.
+        """Return the state of the instance at `address` (HOST:PORT), or None if no connection to it is possible.
 
         Raises `AdminRequestError` if another program answers at the address.
         """
@@ -130,7 +133,7 @@ class InstanceAdmin:
 
 
 def active_instances(seen: Sequence[InstanceInfo], role: Role) -> list[InstanceInfo]:
-    """Return the instances of a role that are not draining."""
+    """Return the instances in `seen` that have this role and are not draining."""
     return [one for one in seen if one.role == role and not one.draining]
 
 

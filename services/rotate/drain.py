@@ -22,7 +22,9 @@ _POLL_S = 0.2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Drain and return the exit status: 0 if the instance is drained or gone, 1 if it refused or took too long."""
+    """Run `baton drain` with these arguments. Return the exit status: 0 if the instance is drained or gone, 1 if it
+    refused or took too long.
+    """
     settings = load_settings(
         DrainSettings,
         argv,
@@ -42,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def drain(settings: DrainSettings) -> None:
-    """Drain one instance and wait until no request runs there.
+    """Drain the instance that `settings` name, and wait until no request runs there.
 
-    Raises `AdminRequestError` if it does not answer, refuses, or has not finished after `timeout_s`.
+    Raises `AdminRequestError` if it does not answer, refuses, or has not finished after `timeout_s` seconds.
     """
     async with httpx.AsyncClient(timeout=TIMEOUT_S) as client:
         # Without a key the instance accepts only requests of its own user and root on the same machine.

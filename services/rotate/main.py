@@ -27,7 +27,9 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Restart the instances and return the exit status: 0 if all were replaced, 1 if one was not."""
+    """Run `baton rotate` with these arguments: restart the instances of a pool. Return the exit status: 0 if all were
+    replaced, 1 if one was not.
+    """
     settings = load_settings(
         RotateSettings,
         argv,
@@ -48,13 +50,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(text: str) -> None:
-    """Print one line immediately: a rotation takes minutes, and its output may go to a pipe."""
+    """Print one line to standard output immediately: a rotation takes minutes, and its output may go to a pipe."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 
 
 async def rotate(settings: RotateSettings) -> int:
-    """Restart the instances and return how many were replaced. Raises `RemoteError` at the first one that was not."""
+    """Restart the instances of the pools that `settings` name, one by one, and return how many were replaced. Raises
+    `RemoteError` at the first one that was not.
+    """
     roles = ROLES if settings.pool == "all" else (settings.pool,)
     key = read_cluster_key(settings.cluster_key_file)
     async with AsyncExitStack() as stack:

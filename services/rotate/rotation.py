@@ -24,20 +24,23 @@ POLL_S = 0.2
 
 
 class RotationError(RemoteError):
-    """A drained instance got no successor in time. The remaining instances are left running."""
+    """No new instance took the place of a drained one in time. The remaining instances are left running."""
 
 
 class InstanceDrainer(Protocol):
-    """Drains instances: `services.rotate.admin_client.InstanceAdmin`, whose docstrings describe the methods."""
+    """The interface that drains instances: `services.rotate.admin_client.InstanceAdmin`, whose docstrings describe the
+    methods.
+    """
 
     async def drain(self, address: str, *, exit_afterwards: bool) -> None: ...
     async def state(self, address: str) -> InstanceState | None: ...
 
 
 class Rotation:
-    """Replaces all instances of some pools, at most one at a time. Used once, on the event loop.
+    """Replaces all instances of some pools, one after the other: drains each, and waits until a new one serves in its
+    place. Used once, on the event loop.
 
-    `say` prints progress. `timeout_s` limits the time for one instance, from its drain to its successor.
+    `say` prints progress. `timeout_s` limits the seconds for one instance, from its drain until the new one is ready.
     """
 
     def __init__(
@@ -58,7 +61,7 @@ class Rotation:
         self._clock = clock
 
     async def run(self, roles: Sequence[Role]) -> int:
-        """Replace the instances of `roles` and return their number.
+        """Replace the instances of these roles and return how many there were.
 
         Raises `RotationError` or `AdminRequestError` at the first one that could not be replaced.
         """
@@ -100,6 +103,8 @@ class Rotation:
         return not has_routers or await self._all_have_routers(serving)
 
     async def _all_have_routers(self, serving: Sequence[InstanceInfo]) -> bool:
-        """Return whether each instance is connected to a router: it registers before the first router connects."""
+        """Return whether each of these instances is connected to a router: an instance registers before the first
+        router connects.
+        """
         states = [await self._instances.state(one.http_address) for one in serving]
         return all(state is not None and state.routers > 0 for state in states)

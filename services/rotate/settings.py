@@ -11,7 +11,7 @@ _KEY_TEXT = "file with the cluster key; needed for instances that run on other m
 
 
 class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The instance to drain, and how long to wait for it."""
+    """The settings of `baton drain`: the instance to drain, and how long to wait for it."""
 
     address: Annotated[
         str,
@@ -27,7 +27,7 @@ class DrainSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RotateSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The pools to rotate, and the router or registry that lists their instances."""
+    """The settings of `baton rotate`: the pools, and the router or registry that lists their instances."""
 
     pool: Annotated[
         PoolName,

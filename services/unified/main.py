@@ -20,7 +20,9 @@ from baton_serve.services.instance.settings import InstanceSettings, short_waits
 
 
 class UnifiedHandler:
-    """Implements `services.instance.request_server.RoleHandler` for unified instances. Event loop only."""
+    """Serves the requests of a unified instance: computes prompts and generates answers. Implements
+    `services.instance.request_server.RoleHandler`. Use it only on the event loop.
+    """
 
     def __init__(self, engine: EngineCalls, puller: PullPort, reader: ImageReader | None = None) -> None:
         self._engine = engine
@@ -31,21 +33,21 @@ class UnifiedHandler:
         return isinstance(message, Generate)
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Do nothing: no peer waits for a unified instance."""
+        """Do nothing when a request is refused: no other instance waits for a unified instance."""
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         assert isinstance(message, Generate)
         await generate(self._engine, request, self._puller, message, self._reader)
 
     def on_stats(self, stats: EngineStats) -> None:
-        """Do nothing: no request waits outside the engine."""
+        """Do nothing: on a unified instance no request waits outside the engine."""
 
     def num_queued(self) -> int:
         return 0
 
 
 def main(argv: list[str]) -> None:
-    """Serve until SIGTERM or Ctrl-C, then drain. Ends the process with its exit status."""
+    """Run `baton unified` with these arguments: serve until SIGTERM or Ctrl-C, drain, then exit the process."""
     loaded = load_with(
         InstanceSettings,
         (),

@@ -19,12 +19,12 @@ _SOURCES = (
 
 
 class OptionError(Exception):
-    """A flag that does not exist, or a flag without its value."""
+    """An error in a command line, such as an unknown flag or a flag without its value. The text is for the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Holds the content of a command line."""
+    """The options that a command line contains, before their values are checked."""
 
     values: dict[str, object]
     """The values by option name, not converted yet."""
@@ -33,7 +33,7 @@ class Given:
 
 
 class CommandLine:
-    """The flags of one process. `parse` may be called once or several times; it has no state."""
+    """The flags that one command accepts. `parse` reads a list of words; it may be called several times."""
 
     def __init__(
         self,
@@ -46,7 +46,8 @@ class CommandLine:
         everyday: Sequence[str] = (),
         accepts_vllm: bool = False,
     ) -> None:
-        """`everyday` has the names of the options that `--help` shows first; without it `--help` shows all.
+        """Prepare the flags for `options`. `prefix` is the start of the process's environment variables, for the help
+        text. `everyday` has the names of the options that `--help` shows first; without it `--help` shows all.
 
         With `accepts_vllm`, flags of vLLM that ask for what Baton does in any case are accepted.
         """
@@ -90,7 +91,9 @@ class CommandLine:
             _add_vllm_flags(self._parser, by_name)
 
     def _add_general(self, version: str) -> list[argparse.Action]:
-        """Add the flags that every command has, and return them."""
+        """Add the flags that every command has (`--config`, `--version`, `--help`), and return them as argparse
+        actions.
+        """
         add = self._parser.add_argument
         return [
             add("--config", metavar="FILE", help="YAML file with options; it may have a section for each command"),
@@ -105,7 +108,9 @@ class CommandLine:
         ]
 
     def parse(self, argv: Sequence[str]) -> Given:
-        """Return what was given. Raises `OptionError`."""
+        """Return the options that the words `argv` contain. Raises `OptionError` for an unknown flag, or one without
+        its value.
+        """
         try:
             words = prepared(argv)
         except ValueError as exc:
@@ -121,17 +126,23 @@ class CommandLine:
         return given
 
     def _vllm_page(self) -> list[tuple[str, str]]:
-        """Return the flags of vLLM that no option has as its name, with what becomes of them."""
+        """Return the flags of vLLM that are not names of Baton's options, as pairs (names, what Baton does with the
+        flag).
+        """
         actions = self._parser._actions
         flags = [action.flag for action in actions if isinstance(action, _TakeVllmFlag)]
         return sorted((", ".join(flag.names), flag.outcome) for flag in flags)
 
     def knows(self, flag: str) -> bool:
-        """Return whether a flag is accepted, or refused with advice. `flag` is not abbreviated."""
+        """Return whether this command knows `flag`, a whole name such as `--max-model-len`: it accepts it, or refuses
+        it with advice.
+        """
         return flag in self._parser._option_string_actions
 
     def _name_unknown(self, word: str) -> str:
-        """Return the error for a word that is neither a flag nor a value, with the best hint for it."""
+        """Return the error text for `word`, which is neither a known flag nor a value, with the best
+        hint for the user.
+        """
         flag = word.split("=", 1)[0]
         if not flag.startswith("-"):
             named = next((option for option in self._options if option.is_required and not option.is_positional), None)
@@ -146,7 +157,7 @@ class CommandLine:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports errors as `OptionError`; argparse itself would print its usage and exit."""
+    """argparse's parser, but it reports an error as `OptionError` instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise OptionError(message.removeprefix("argument "))
@@ -163,14 +174,16 @@ _TAKEN = " flags of vLLM"
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """A flag of vLLM that was accepted with its values."""
+    """A flag of vLLM that was accepted: the flag, the name under which it was given, and its values."""
 
     flag: VllmFlag
     name: str
     values: tuple[str, ...]
 
     def add_to(self, given: Given) -> None:
-        """Set the option that the flag stands for, or add a note. Raises `OptionError` for a value that is not JSON."""
+        """Set in `given` the option of Baton that this flag of vLLM stands for, or add a note that it changes nothing.
+        Raises `OptionError` if its value should be JSON and is not.
+        """
         try:
             value = option_value(self.flag, *self.values) if self.flag.option else None
         except ValueError as exc:
@@ -183,7 +196,7 @@ class _Taken:
 
 
 class _TakeVllmFlag(argparse.Action):
-    """Accepts a flag of vLLM, or refuses it with advice."""
+    """An argparse action that accepts a flag of vLLM, or raises `OptionError` with advice if Baton refuses it."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, flag: VllmFlag, default: str = argparse.SUPPRESS
@@ -210,7 +223,9 @@ class _TakeVllmFlag(argparse.Action):
 
 
 def _add_vllm_flags(parser: argparse.ArgumentParser, options: Mapping[str, argparse.Action]) -> None:
-    """Add the flags of vLLM that no option has as its name. A flag that sets an option needs that option."""
+    """Add to `parser` the flags of vLLM that are not names of Baton's options. A flag that sets an option of Baton is
+    added only if that option is in `options`.
+    """
     known = parser._option_string_actions
     for flag in vllm_flags():
         names = [name for name in flag.names if name not in known]
@@ -221,7 +236,7 @@ def _add_vllm_flags(parser: argparse.ArgumentParser, options: Mapping[str, argpa
 
 
 class _PrintHelp(argparse.Action):
-    """Prints a page of `--help` as soon as the flag is found, and exits."""
+    """An argparse action that prints a page of `--help` as soon as the flag is found, and exits."""
 
     def __init__(
         self, option_strings: Sequence[str], dest: str, *, pages: HelpPages, help: str, default: str = argparse.SUPPRESS
@@ -244,14 +259,16 @@ class _PrintHelp(argparse.Action):
 
 
 def _sources(options: list[Option], prefix: str) -> str:
-    """Return the help's paragraph about variables and the file, with an option of this process as example."""
+    """Return the paragraph of the help about environment variables and the configuration file. One of `options` is its
+    example.
+    """
     # A name with an underscore shows best how a flag becomes a variable.
     example = next((option for option in options if "_" in option.name and option.kind is not bool), options[0])
     return _SOURCES.format(flag=example.flag, variable=prefix + example.name.upper())
 
 
 def _add(parser: argparse.ArgumentParser, option: Option) -> argparse.Action:
-    """Add the flags of an option and return the one that help pages show."""
+    """Add the flags of `option` to `parser`, and return the argparse action of the flag that help pages show."""
     text = _help(option).replace("%", "%%")  # argparse formats help texts with the % operator.
     if option.is_positional:
         shown = parser.add_argument(option.name, metavar=option.name.upper(), nargs="?", help=text)

@@ -38,7 +38,9 @@ VARIABLE = "BATON__"
 
 @dataclass(frozen=True, slots=True)
 class Loaded(Generic[S]):
-    """The result of `load_with`: the settings and the values of the other options."""
+    """The result of `load_with`: the settings of this process, and the values that were given for options of other
+    processes.
+    """
 
     settings: S
     others: Mapping[str, Value]
@@ -50,7 +52,9 @@ class Loaded(Generic[S]):
 
 
 def log_notes(notes: Sequence[str], level: str = "info") -> None:
-    """Log what was said to vLLM's flags and variables, unless `level` is above info. Logs must be configured."""
+    """Log `notes`, sentences about flags and variables of vLLM, unless the log level `level` is above info. Call
+    `configure_logs` before.
+    """
     logger.setLevel(level.upper())
     for note in notes:
         logger.info(note)
@@ -59,7 +63,8 @@ def log_notes(notes: Sequence[str], level: str = "info") -> None:
 def load(
     cls: type[S], argv: Sequence[str], environ: Mapping[str, str], *, prefix: str, program: str, description: str
 ) -> S:
-    """Return the settings of a process from `argv` and `environ`.
+    """Return the settings `cls` of a process, filled from its arguments `argv`, the variables `environ`, a file and
+    defaults.
 
     `prefix` is the start of its variables, such as `BATON__ROUTER__`. The names in `cls.EVERYDAY`, if it has that, are
     the options that --help shows first. Exits with status 0 after --help or --version, and with status 2 and one line
@@ -69,7 +74,7 @@ def load(
 
 
 def load_settings(cls: type[S], argv: Sequence[str], *, prefix: str, program: str, description: str) -> S:
-    """Return the settings of this process from `argv` and its own environment; see `load`."""
+    """Return the settings `cls` of this process, from `argv` and its own environment variables; see `load`."""
     return load(cls, argv, os.environ, prefix=prefix, program=program, description=description)
 
 
@@ -88,8 +93,8 @@ def load_with(
     program: str,
     description: str,
 ) -> Loaded[S]:
-    """Do the same as `load`, but also accept the flags `others`, which belong to processes that this one starts. If
-    options share a name, the first one counts.
+    """Do the same as `load`, but also accept the options `others`, which belong to processes that this one starts. If
+    an option of `cls` and one of `others` share a name, that of `cls` counts.
     """
     own = options_of(cls)
     reader = _Reader(
@@ -116,7 +121,9 @@ def load_with(
 
 
 def merged(own: Sequence[Option], others: Sequence[Option]) -> list[Option]:
-    """Return the options of a command line that accepts both. Of several options with one name the first counts."""
+    """Return the options of a command line that accepts `own` and `others`. Of several options with one name the first
+    counts.
+    """
     by_name: dict[str, Option] = {}
     for option in (*own, *others):
         by_name.setdefault(option.name, option)
@@ -124,13 +131,15 @@ def merged(own: Sequence[Option], others: Sequence[Option]) -> list[Option]:
 
 
 def stop(program: str, reason: str) -> NoReturn:
-    """Exit with status 2 after printing `reason` as one line on stderr."""
+    """Exit this process with status 2 after printing `PROGRAM: REASON` as one line on stderr."""
     sys.stderr.write(f"{program}: {' '.join(reason.split())}\n")
     raise SystemExit(2)
 
 
 def to_argv(values: Mapping[str, object]) -> list[str]:
-    """Return the command-line flags that pass `values` to another process. A value of None is left out."""
+    """Return the command-line flags that pass option values, by option name, to another process of Baton. A value of
+    None is left out.
+    """
     argv: list[str] = []
     for name, value in values.items():
         flag = "--" + name.replace("_", "-")
@@ -152,9 +161,9 @@ def to_argv(values: Mapping[str, object]) -> list[str]:
 
 
 def _make(cls: type[S], values: Mapping[str, Value]) -> S:
-    """Make the Struct. Its `__post_init__` may refuse a combination of values with `ValueError`.
+    """Create the settings Struct `cls` from checked values by option name.
 
-    Raises `ConfigurationError` with the text of that error.
+    Raises `ConfigurationError` if its `__post_init__` refuses a combination of values with `ValueError`.
     """
     try:
         return cls(**values)
@@ -164,7 +173,9 @@ def _make(cls: type[S], values: Mapping[str, Value]) -> S:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """The checked values by name, the sections of other roles, and sentences for the log."""
+    """The result of reading all sources of settings: the checked values by option name, the file's sections for other
+    roles, and notes for the log.
+    """
 
     values: dict[str, Value]
     sections: Mapping[str, Mapping[str, object]]
@@ -173,7 +184,9 @@ class _Read:
 
 @dataclass(frozen=True, slots=True)
 class _InFile:
-    """The content of the file: this role's values, the sections of other roles, and keys that are flags of vLLM."""
+    """The content of the configuration file: the values for this role, the sections for other roles, and keys that are
+    flags of vLLM.
+    """
 
     values: dict[str, object]
     sections: dict[str, Mapping[str, object]]
@@ -181,7 +194,7 @@ class _InFile:
 
 
 class _Reader:
-    """Collects the values of one process's options from all sources."""
+    """Collects the option values of one process from its command line, environment variables and configuration file."""
 
     def __init__(
         self,
@@ -199,7 +212,8 @@ class _Reader:
         self._program = program
 
     def read(self, argv: Sequence[str], environ: Mapping[str, str], description: str) -> _Read:
-        """Return the checked values of command line, environment and the file of `--config`; the first one wins.
+        """Return the checked option values of the command line, the environment and the file of `--config`. If several
+        of them set an option, the first in this order counts.
 
         Raises `OptionError` for the command line and `ConfigurationError` for the other sources.
         """
@@ -237,7 +251,8 @@ class _Reader:
         return _Read(given, in_file.sections, notes)
 
     def _variables(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Return the values of this role's variables. An empty variable counts as not set.
+        """Return the option values that environment variables of this role, such as `BATON__ROUTER__PORT`, set. An
+        empty variable counts as not set.
 
         Raises `ConfigurationError` for an unknown variable, also for one of an unknown role.
         """
@@ -260,8 +275,8 @@ class _Reader:
         return found
 
     def _file(self, path: str, line: CommandLine) -> _InFile:
-        """Return the content of a YAML file. Raises `ConfigurationError`, or `OptionError` for a flag of vLLM that is
-        refused.
+        """Return the content of the YAML file of `--config`. `line` parses keys that are flags of vLLM. Raises
+        `ConfigurationError` if the file is not valid, or `OptionError` for a flag of vLLM that is refused.
         """
         try:
             with open(path, encoding="utf-8") as file:
@@ -305,6 +320,8 @@ def _mapping(content: object, where: str) -> dict[str, object]:
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """Return ` (did you mean …?)` with the known name that is most similar, or "" if none is similar."""
+    """Return the text ` (did you mean …?)` with the known name that is most similar to `name`, or "" if none is
+    similar.
+    """
     found = difflib.get_close_matches(name, known, n=1)
     return f" (did you mean {found[0]}?)" if found else ""

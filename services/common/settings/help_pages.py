@@ -16,11 +16,11 @@ MAX_SHORT_HELP = 16
 
 
 class NothingFoundError(Exception):
-    """No group has this name, and no option contains the word."""
+    """`--help=WORD` was given, and no group of options has this name and no option contains the word."""
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wraps help texts without breaking names."""
+    """argparse's formatter of help texts, but it breaks no line inside a name with hyphens."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=HELP_WIDTH)
@@ -32,9 +32,10 @@ class HelpFormatter(argparse.HelpFormatter):
 
 @dataclass(frozen=True, slots=True)
 class HelpPages:
-    """The texts about one command. `groups` has its options by the title of their group, and `everyday` the main ones.
+    """The pages that `--help` can print for one command. `groups` has its options (argparse actions) by the title of
+    their group, and `everyday` the main ones.
 
-    `sources` is the paragraph about environment variables and the file.
+    `sources` is the paragraph about environment variables and the configuration file.
     """
 
     program: str
@@ -47,7 +48,9 @@ class HelpPages:
     """Returns the flags of vLLM that Baton lacks, each with its effect here; None: there is not such a page."""
 
     def page(self, word: str) -> str:
-        """Return the page for `--help=WORD`, and for `--help` if `word` is empty. Raises `NothingFoundError`."""
+        """Return the text that `--help=WORD` prints, or plain `--help` if `word` is empty. Raises `NothingFoundError`
+        if nothing matches the word.
+        """
         count = sum(len(_shown(actions)) for actions in self.groups.values())
         if word == ALL or (not word and (not self.everyday or count <= MAX_SHORT_HELP)):
             return self._text([self.description, self.sources], self.groups)
@@ -62,7 +65,7 @@ class HelpPages:
         )
 
     def _advice(self) -> str:
-        """Return the last paragraphs of the short page: the names of the groups, and how to see more."""
+        """Return the last paragraphs of plain `--help`: the names of the groups of options, and how to see more."""
         counted = ", ".join(f"{title} ({len(_shown(actions))})" for title, actions in self.groups.items())
         more = (
             f"{self.program} --help=GROUP shows a group, --help=WORD all options whose name or text contains the word,"
@@ -71,7 +74,9 @@ class HelpPages:
         return "\n".join([_filled(f"groups of options: {counted}"), "", _filled(f"{more} {self.sources}"), ""])
 
     def _found(self, word: str) -> dict[str, Sequence[argparse.Action]]:
-        """Return the group of this name, or else the options that contain the word, by group."""
+        """Return the group of options with the name `word`, or else all options whose name or text contains it, by
+        their group.
+        """
         # Users type a flag with its dashes or as in a file, where names have underscores.
         wanted = word.lower().lstrip("-").replace("_", "-")
         if (named := self.groups.get(wanted)) is not None:
@@ -94,12 +99,14 @@ class HelpPages:
 
 
 def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
-    """Return the options that help pages show. A flag that only restores a default is not among them."""
+    """Return the options that help pages show. A flag that only sets an option back to its default is
+    not among them.
+    """
     return [action for action in actions if action.help != argparse.SUPPRESS]
 
 
 def _words(action: argparse.Action) -> str:
-    """Return the text of an option in which `--help=WORD` searches."""
+    """Return the text of an option, in lower case, in which `--help=WORD` searches: its names and its help."""
     return " ".join([*action.option_strings, action.dest, str(action.help)]).lower()
 
 

@@ -32,7 +32,7 @@ _BOOLS = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0":
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a process, made from one field of its settings."""
+    """One option of a process (flag, variable and key of the file), made from one field of its settings class."""
 
     name: str
     kind: type
@@ -60,18 +60,20 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The main flag, such as `--drain-timeout-s`."""
+        """The option's main command-line flag, such as `--drain-timeout-s`."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def unit(self) -> str:
-        """The unit by the end of the name, such as `seconds` for `drain_timeout_s`; "" if there is none."""
+        """The unit of the option's value, by the end of its name, such as `seconds` for `drain_timeout_s`; "" if there
+        is none.
+        """
         if self.kind not in (int, float):
             return ""
         return next((unit for end, unit in _UNITS.items() if f"_{self.name}".endswith(f"_{end}")), "")
 
     def allowed(self) -> str:
-        """Return what is allowed, for an error message, such as `an integer >= 1`."""
+        """Return which values the option allows, as text for an error message, such as `an integer >= 1`."""
         if self.choices:
             kind = "one of " + ", ".join(self.choices)
         else:
@@ -91,7 +93,7 @@ class Option:
         return " ".join([("a list, each " if self.is_list else "") + kind, " and ".join(limits)]).strip()
 
     def convert(self, given: object, where: str) -> Value:
-        """Return the value for the text of a flag or variable, or for a value of the file.
+        """Return the option's value for `given`, the text of a flag or variable, or a value of the configuration file.
 
         Raises `ConfigurationError` if it is not allowed; `where` names the flag, variable or key in the message.
         """
@@ -142,7 +144,7 @@ class Option:
 
 
 def options_of(settings: type[msgspec.Struct]) -> list[Option]:
-    """Return the options of a settings Struct in the order in which `--help` shows them."""
+    """Return the options of a settings class, one for each field, in the order in which `--help` shows them."""
     hints = typing.get_type_hints(settings, include_extras=True)
     options: list[Option] = []
     group = ""
@@ -188,7 +190,9 @@ def _option(field: msgspec.structs.FieldInfo, hint: object, group: str) -> Optio
 
 
 def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
-    """Return the kind of a type hint, whether it is a list, whether it is optional, and its choices."""
+    """Return four facts of `hint`, the type of a setting: the type of its value or items, whether it is a list, whether
+    None is allowed, and its choices (empty without a Literal).
+    """
     is_optional = False
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         members = [member for member in typing.get_args(hint) if member is not type(None)]
@@ -209,7 +213,9 @@ def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
 
 
 def _items(given: object) -> list[object]:
-    """Return the items of a list: of a JSON array, of a text with commas, or of a list of the file."""
+    """Return the items of a list option, given as a JSON array, as text with commas, or as a list in the configuration
+    file.
+    """
     if isinstance(given, str):
         text = given.strip()
         given = json.loads(text) if text.startswith("[") else [part.strip() for part in text.split(",") if part.strip()]
@@ -217,7 +223,9 @@ def _items(given: object) -> list[object]:
 
 
 def _object_items(given: object) -> list[object]:
-    """Return the items of a list whose items may be JSON objects, which become texts. An array may be an item."""
+    """Return the items of a list option whose items may be JSON objects; an object becomes its JSON text. An array in
+    place of an item adds its own items.
+    """
     if isinstance(given, str) and given.lstrip().startswith("{"):
         given = f"[{given}]"
     found: list[object] = []
@@ -228,7 +236,9 @@ def _object_items(given: object) -> list[object]:
 
 
 def _to_int(given: object) -> int:
-    """Convert a number or a text. `16k` is 16,000, and `4G` and `4GiB` are 2**32, as in vLLM."""
+    """Convert `given`, a number or a text, to an integer. `16k` is 16,000, and `4G` and `4GiB` are 2**32, as in vLLM.
+    Raises `ValueError` or `TypeError` if it is not one.
+    """
     if isinstance(given, bool):  # `true` in a file is an int for Python, but surely a mistake here.
         raise ValueError
     if isinstance(given, str) and (scaled := _SCALED.fullmatch(given.strip())):

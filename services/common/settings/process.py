@@ -23,7 +23,9 @@ Port = Annotated[int, Meta(ge=0, le=65535)]
 
 
 class ModelSourceSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Holds the settings of downloads and of config.json. Routers and instances need the same values."""
+    """The settings of where model files come from, and of changes to config.json. Routers and instances need the same
+    values.
+    """
 
     offline: Annotated[
         bool,
@@ -63,12 +65,12 @@ class ModelSourceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
     def source(self, model: str) -> ModelSource:
-        """Return where the files of `model` come from."""
+        """Return where the files of `model`, a path or a name on the hub, come from by these settings."""
         return ModelSource(model=model, **{name: getattr(self, name) for name in ModelSourceSettings.__struct_fields__})
 
 
 class ProcessSettings(ModelSourceSettings, frozen=True, kw_only=True):
-    """Holds the settings of downloads (its base class), logs and traces, which every process of a cluster has."""
+    """The settings that every process of a cluster has: model files (its base class), logs and traces."""
 
     log_level: Annotated[
         LogLevel, Meta(description="lowest level of log messages that are written", extra={"group": "logs"})

@@ -15,7 +15,9 @@ Arity = Literal["switch", "value", "list", "any"]
 
 @dataclass(frozen=True, slots=True)
 class VllmFlag:
-    """A flag of vLLM. `names` are its spellings, and `text` says why it changes nothing or what to do instead."""
+    """A flag of vLLM that is not an option of Baton. `names` are its spellings, and `text` says why it changes nothing
+    here, or what to do instead.
+    """
 
     names: tuple[str, ...]
     text: str
@@ -27,12 +29,12 @@ class VllmFlag:
 
     @property
     def is_refused(self) -> bool:
-        """Return whether no value of the flag is accepted."""
+        """Return whether Baton refuses the flag with every value."""
         return self.arity == "any"
 
     @property
     def outcome(self) -> str:
-        """Return what becomes of the flag, as text for the user."""
+        """Return what Baton does with the flag, as text for the user, such as `changes nothing: …`."""
         if self.is_refused:
             return f"refused: {self.text}"
         if self.option:
@@ -42,7 +44,9 @@ class VllmFlag:
         return f"changes nothing: {self.text}"
 
     def accepts(self, values: tuple[str, ...]) -> bool:
-        """Return whether the flag changes nothing with these values, or sets an option."""
+        """Return whether Baton accepts the flag with these values: it then changes nothing, or sets an
+        option of Baton.
+        """
         return not self.is_refused and (not self.harmless or all(value.lower() in self.harmless for value in values))
 
 
@@ -156,7 +160,7 @@ COMPILATION = VllmFlag(
 
 
 def vllm_flags() -> Iterator[VllmFlag]:
-    """Yield all flags of vLLM that no option of Baton has as its name."""
+    """Yield all flags of vLLM that Baton knows and that are not names of its own options."""
     for text, names in _SWITCHES:
         yield from (VllmFlag((name,), text, "switch") for name in names.split())
     for text, names in _VALUES:
@@ -169,7 +173,9 @@ def vllm_flags() -> Iterator[VllmFlag]:
 
 
 def option_value(flag: VllmFlag, value: str) -> object:
-    """Return the value for `flag.option`, or None if the flag leaves the option as it is. Raises `ValueError`."""
+    """Return the value that `flag`, given with `value`, sets for the option of Baton named `flag.option`; None if it
+    leaves the option as it is. Raises `ValueError` if the value is not valid JSON where it should be.
+    """
     if flag is LOW_BIT:
         # A data type instead of a format means that the weights stay as they are.
         return _LOW_BITS.get(value.lower(), value) or None
@@ -181,7 +187,9 @@ def option_value(flag: VllmFlag, value: str) -> object:
 
 
 def _compiles_nothing(config: str) -> bool:
-    """Return whether a compilation config turns compilation or graphs off: `0`, or `{"cudagraph_mode": "NONE"}`."""
+    """Return whether vLLM's compilation config (JSON text) turns compilation or graphs off: `0`, or `{"cudagraph_mode":
+    "NONE"}`. Raises `ValueError` if it is neither a number nor an object.
+    """
     known = json.loads(config)
     # `-O3` is short for the level alone.
     if isinstance(known, int):
@@ -194,8 +202,8 @@ def _compiles_nothing(config: str) -> bool:
 
 
 def vllm_flag_advice(name: str) -> str | None:
-    """Return what to use instead of a flag that vLLM has and Baton does not, as text for the user; None for any other
-    flag.
+    """Return what to use instead of `name`, a flag that vLLM has and Baton does not, as text for the user. Return None
+    if vLLM has not such a flag.
     """
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
     for flag in vllm_flags():

@@ -16,7 +16,7 @@ _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_.*)?$|_PORT_\d+_(TCP|UDP)(_.*
 
 @dataclass(frozen=True, slots=True)
 class FromVllm:
-    """The values that vLLM's variables give, by option, and sentences for the log."""
+    """The values that vLLM's environment variables set here, by option of Baton, and sentences for the log."""
 
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The variable and its text, by option."""
@@ -84,7 +84,9 @@ _REASONS = {
 
 
 def from_vllm(environ: Mapping[str, str], options: Collection[str], given: Mapping[str, Value]) -> FromVllm:
-    """Return what vLLM's variables in `environ` say about `options`. Options in `given` have their values already."""
+    """Return the values that vLLM's variables in `environ` set for `options`, the names of a process's options. Options
+    in `given` have a value from another source, which counts.
+    """
     found = FromVllm()
     idle: list[str] = []
     for variable, text in sorted(environ.items()):
@@ -108,7 +110,9 @@ def from_vllm(environ: Mapping[str, str], options: Collection[str], given: Mappi
 
 
 def without_vllm(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment without the variables that `from_vllm` has taken, for processes that get them as flags."""
+    """Return a copy of `environ` without the variables that `from_vllm` reads, for processes that get their values as
+    flags.
+    """
     return {name: text for name, text in environ.items() if name in _READ_ELSEWHERE or not name.startswith("VLLM_")}
 
 
@@ -122,7 +126,9 @@ def _is_vllm(variable: str, text: str) -> bool:
 
 
 def _converted(convert: Callable[[str], str], text: str) -> str:
-    """Return the option's text. A text that cannot be converted is returned as it is: the option then refuses it."""
+    """Return `text`, the value of a variable of vLLM, as text for Baton's option. If `convert` cannot convert it,
+    return it as it is: the option then refuses it with an error.
+    """
     try:
         return convert(text)
     except ValueError:

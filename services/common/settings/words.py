@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 
 
 def prepared(argv: Sequence[str]) -> list[str]:
-    """Return the words with dashes in flags, and with the flags of one JSON object joined into one word.
+    """Return the words of a command line with dashes instead of underscores in flags. Flags that set single keys of one
+    JSON object (`--flag.key value`) are joined into one word (`--flag={…}`).
 
-    Raises `ValueError` with a text for the user if a flag of an object has no value.
+    Raises `ValueError` with a text for the user if such a flag has no value.
     """
     words: list[str] = []
     objects: dict[str, dict[str, object]] = {}
@@ -33,7 +34,9 @@ def prepared(argv: Sequence[str]) -> list[str]:
 
 
 def flag_words(name: str, value: object) -> list[str]:
-    """Return the words for a key of a configuration file, such as `--disable-log-requests` for a value of True."""
+    """Return the command-line words for a key of a configuration file and its value, such as `--disable-log-requests`
+    for a value of True.
+    """
     flag = "--" + name.replace("_", "-")
     match value:
         case None:
@@ -51,7 +54,7 @@ def flag_words(name: str, value: object) -> list[str]:
 
 
 def _dashed(word: str) -> str:
-    """Return `--max_model_len=4` as `--max-model-len=4`. The value, and keys after a dot, keep their underscores."""
+    """Return `--max_model_len=4` as `--max-model-len=4`. Underscores stay in the value and in keys after a dot."""
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")
@@ -60,7 +63,9 @@ def _dashed(word: str) -> str:
 
 
 def _take_whole(words: list[str], name: str, joined: dict[str, object]) -> None:
-    """Remove `NAME JSON` and `NAME=JSON` from `words`; keys of that object that `joined` lacks are added to it."""
+    """Remove the words `NAME JSON` and `NAME=JSON` of the flag `name` from `words`. Add the keys of that object to
+    `joined`; keys that `joined` has already keep their values.
+    """
     # Backwards, so that a removed word does not move the words before it.
     for at, word in reversed(list(enumerate(words))):
         flag, equals, value = word.partition("=")

@@ -22,7 +22,7 @@ _QUEUE_LENGTH = 10_000
 
 
 class EventPublisher:
-    """Publishes the block events of one instance, on its event loop.
+    """Publishes to routers which KV blocks one instance caches or drops, on the instance's event loop.
 
     `sequence` is the number of the last published batch. A `Snapshot` taken now contains all batches up to it.
     """
@@ -44,12 +44,14 @@ class EventPublisher:
         self._socket: zmq.Socket[bytes] | None = None
 
     async def start(self) -> None:
-        """Bind the address. `address` is then the one for subscribers."""
+        """Listen for subscribers; `address` is then the one at which they connect."""
         self._socket = new_socket(self._context, zmq.PUB, queue_length=_QUEUE_LENGTH)
         self.address = bind(self._socket, self.address, self._key)
 
     def publish(self, events: list[BlockEvent]) -> None:
-        """Send a batch without blocking. A subscriber that is too slow misses batches, and notices the gap."""
+        """Send `events` to all subscribers as the next batch, without blocking. A subscriber that is too slow misses
+        batches, and notices the gap in their numbers.
+        """
         if not events or self._socket is None:
             return
         self.sequence += 1
@@ -64,7 +66,8 @@ class EventPublisher:
 
 
 class EventSubscriber:
-    """Receives the block events of one generation of one instance, on the event loop of a router.
+    """Receives the block events (which KV blocks are cached or dropped) of one generation of one instance, on a
+    router's event loop.
 
     `on_batch` gets the batches in order and without repeats. `on_gap` is called once before a batch if batches before
     it are missing. After `start` it is also called for the first batch, unless that is number 1.
@@ -80,7 +83,9 @@ class EventSubscriber:
         key: ClusterKey | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """The caller owns and closes `context`. Without one the subscriber makes its own."""
+        """Connect only in `start`. `context` is the ZeroMQ context to use, which the caller owns and closes; None makes
+        one of its own.
+        """
         self._address = address
         self._generation = generation
         self._on_batch = on_batch
@@ -93,7 +98,7 @@ class EventSubscriber:
         self._sequence = 0
 
     async def start(self) -> None:
-        """Connect. Events arrive from then on; earlier ones are not repeated."""
+        """Connect to the instance's `EventPublisher`. Events arrive from then on; earlier ones are not repeated."""
         socket = new_socket(self._context, zmq.SUB, queue_length=_QUEUE_LENGTH)
         socket.setsockopt(zmq.SUBSCRIBE, b"")
         connect(socket, self._address, self._key)
@@ -101,7 +106,8 @@ class EventSubscriber:
         self._socket.start()
 
     def rebase(self, sequence: int) -> None:
-        """Record that the caller has applied a snapshot, which contains all batches up to and including `sequence`.
+        """Record that the caller has applied a snapshot of the instance's cache, which contains all batches up to and
+        including `sequence`.
 
         `on_batch` is not called for these batches any more.
         """

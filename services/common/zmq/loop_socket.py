@@ -33,7 +33,9 @@ _READABLE = int(zmq.POLLIN)
 
 
 class ZmqLoopSocket:
-    """Owns `socket` from `start` to `close`. All methods must be called on the event loop."""
+    """Runs the ZeroMQ socket `socket` on the event loop, and owns it from `start` to `close`: received frames go to
+    `on_frames`. All methods must be called on the event loop.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes], on_frames: Callable[[Frames], None]) -> None:
         self._socket = socket
@@ -42,14 +44,16 @@ class ZmqLoopSocket:
         self._is_drain_due = False
 
     def start(self) -> None:
-        """Receive frames from now on."""
+        """Begin to pass the frames of each received message to `on_frames`."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._socket.fileno(), self.drain)
         # The descriptor is edge-triggered: it does not report frames that arrived before.
         self._drain_soon()
 
     def send(self, frames: Sequence[bytes]) -> None:
-        """Queue a message. Raises `PeerUnreachable` if the receiver is not connected or its queue is full."""
+        """Queue `frames` as one message, without blocking. Raises `PeerUnreachable` if the receiver is not connected or
+        its queue is full.
+        """
         try:
             if len(frames) == 1:
                 self._socket.send(frames[0], zmq.NOBLOCK)
@@ -63,7 +67,9 @@ class ZmqLoopSocket:
         self._drain_soon()
 
     def drain(self) -> None:
-        """Pass on all frames that have arrived, in portions, so that the event loop can do other work in between."""
+        """Pass all messages that have arrived to `on_frames`, in portions, so that the event loop can do other work in
+        between.
+        """
         self._is_drain_due = False
         for count in range(_READS_PER_TURN):
             # A callback may have closed this socket.
@@ -83,7 +89,7 @@ class ZmqLoopSocket:
         self._drain_soon()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the socket. Queued frames are still sent for at most `linger_ms`, by ZeroMQ's own thread."""
+        """Close the socket. ZeroMQ's own thread may still send queued messages for `linger_ms` milliseconds."""
         if self._loop is not None:
             self._loop.remove_reader(self._socket.fileno())
             self._loop = None
@@ -96,7 +102,8 @@ class ZmqLoopSocket:
 
 
 def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_length: int) -> zmq.Socket[bytes]:
-    """Return a socket of type `kind` with the options that all sockets here share; the caller closes it.
+    """Return a new ZeroMQ socket of the type `kind` (such as `zmq.PUB`) that queues up to `queue_length` messages for
+    each peer; the caller closes it.
 
     It drops its queue when it is closed, limits the size of frames, and closes connections that do not answer a PING.
     """
@@ -111,7 +118,8 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_le
 
 
 def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> str:
-    """Bind to `address` and return the address for peers; with `tcp://HOST:0` a free port is taken.
+    """Bind `socket` to `address` and return the address at which others connect; with `tcp://HOST:0` a free port is
+    taken.
 
     With a key, messages are encrypted, and only processes that have the key can connect. A Unix socket accepts only
     processes of this user and of root.
@@ -130,7 +138,9 @@ def bind(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None)
 
 
 def connect(socket: zmq.Socket[bytes], address: str, key: ClusterKey | None = None) -> None:
-    """Connect to `address`, encrypted with a key. Returns immediately; the library connects in its own thread."""
+    """Connect `socket` to `address`, encrypted if there is a `key`. Return immediately; ZeroMQ connects in its own
+    thread.
+    """
     # The whole cluster shares one key pair, so it is the key of both ends.
     if key is not None:
         socket.setsockopt(zmq.CURVE_SERVERKEY, key.public)

@@ -21,7 +21,8 @@ _TASKS = Path("/proc/self/task")
 
 
 def pin_to_cores(settings: InstanceSettings) -> None:
-    """Name the calling thread and bind it to the cores of `--omp-threads-bind`.
+    """Name the calling thread, the engine thread, and bind it to the CPU cores of `--omp-threads-bind`; threads that it
+    starts inherit both.
 
     Raises `StartFailed` if the process may not use one of these cores.
     """
@@ -54,9 +55,10 @@ def renice_threads(settings: InstanceSettings) -> None:
 def thread_count(
     settings: InstanceSettings, environ: Mapping[str, str], host: HostCpus | None = None
 ) -> dict[str, str]:
-    """Return OMP_NUM_THREADS for this instance; it must be set before torch is imported.
+    """Return the environment variable OMP_NUM_THREADS with this instance's number of threads; it must be set before
+    torch is imported. `host` is what this process may use of the machine (None: find out).
 
-    Without it torch counts hyperthreads and ignores a cgroup's CPU limit. Empty if the operator has set the variable or
+    Without the variable torch counts hyperthreads and ignores a cgroup's CPU limit. Empty if the operator has set it or
     chose `--omp-threads-bind nobind`.
     """
     if settings.threads is not None:

@@ -21,12 +21,14 @@ to compute, both in ns; 0 if it does not."""
 
 
 class TimeSliceMemoryError(Exception):
-    """The shared file of the time slices cannot be created, mapped or locked; the message states the reason."""
+    """The file of `--core-turns`, which instances share, cannot be created, mapped or locked; the message states the
+    reason.
+    """
 
 
 class TimeSliceMemory:
-    """A shared file in which each process of this machine has one row and publishes when it computes. This process owns
-    its row until it ends.
+    """The file of `--core-turns` in shared memory, in which each process on the same CPU cores has one row and
+    publishes when it computes. This process owns its row until it ends.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,20 +53,28 @@ class TimeSliceMemory:
 
     @property
     def address(self) -> int:
-        """Return the address of the first row, for the CPU kernels."""
+        """Return the memory address of the first row, from which the CPU kernels (C++) read what other processes
+        publish.
+        """
         return ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def write(self, word: int, seconds: float) -> None:
-        """Set the entry `word` of this process's row to a time in `seconds` from now, or clear it if `seconds` is 0."""
+        """Set the entry with the index `word` of this process's row to the time `seconds` from now, or clear it if
+        `seconds` is 0.
+        """
         self._words[self._row * WORDS_PER_ROW + word] = time.monotonic_ns() + int(seconds * 1e9) if seconds else 0
 
     def is_any(self, word: int) -> bool:
-        """Return whether any other process has set its entry `word` to a time that has not passed yet."""
+        """Return whether any other process has set the entry with the index `word` of its row to a time that has not
+        passed yet.
+        """
         others = (self._words[row * WORDS_PER_ROW + word] for row in range(MAX_PROCESSES) if row != self._row)
         return max(others) > time.monotonic_ns()
 
     def _own_row(self, path: str) -> int:
-        """Lock the first free row and return its index."""
+        """Lock the first row that no other process owns, and return its index. Raises `TimeSliceMemoryError` if all are
+        taken.
+        """
         for row in range(MAX_PROCESSES):
             try:
                 # A lock of one byte per row. POSIX locks belong to the process and end with it, even after SIGKILL, so

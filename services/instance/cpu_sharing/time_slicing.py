@@ -43,20 +43,20 @@ class TimeSlicer(Protocol):
         ...
 
     def begin(self) -> None:
-        """Announce that a step starts."""
+        """Announce to the other processes that this engine starts a step."""
         ...
 
     def end(self) -> None:
-        """Announce that the step has ended."""
+        """Announce to the other processes that this engine's step has ended."""
         ...
 
     def rest(self) -> None:
-        """Announce that the engine has no work left, so that others need not pause for it."""
+        """Announce that this engine has no work left, so that other processes need not pause for it."""
         ...
 
 
 class NoTimeSlicing:
-    """Never makes a step wait. Used when the cores belong to this instance alone."""
+    """A `TimeSlicer` that never makes a step wait, for an instance whose CPU cores belong to it alone."""
 
     def wait_s(self) -> float:
         return 0.0
@@ -72,7 +72,9 @@ class NoTimeSlicing:
 
 
 class YieldingTimeSlicer(NoTimeSlicing):
-    """Time slicing of a prefill instance: its CPU kernels pause while another process computes a step."""
+    """The `TimeSlicer` of a prefill instance: its CPU kernels pause while another process on the same cores computes a
+    step.
+    """
 
     def __init__(self, memory: TimeSliceMemory, yield_to_others: YieldToOthers) -> None:
         self._memory = memory
@@ -80,7 +82,9 @@ class YieldingTimeSlicer(NoTimeSlicing):
         self._has_announced = False
 
     def begin(self) -> None:
-        """Announce that prompts are computed; at the first step make the CPU kernels yield to other processes."""
+        """Announce that this process computes prompts. Before the first step, also make the CPU kernels pause for other
+        processes.
+        """
         # Not in __init__: this object is made before the engine thread has loaded the kernel library.
         if not self._has_announced:
             self._has_announced = True
@@ -92,8 +96,9 @@ class YieldingTimeSlicer(NoTimeSlicing):
 
 
 class BoundedTimeSlicer(NoTimeSlicing):
-    """Time slicing of decode and unified instances. `share` is the maximum fraction of the time for their steps while
-    prompts wait on a prefill instance."""
+    """The `TimeSlicer` of decode and unified instances. While prompts wait on a prefill instance on the same cores,
+    their steps take at most the fraction `share` of the time.
+    """
 
     def __init__(self, memory: TimeSliceMemory, share: float) -> None:
         self._memory = memory
@@ -102,21 +107,23 @@ class BoundedTimeSlicer(NoTimeSlicing):
         self._began = self._ended = 0.0
 
     def wait_s(self) -> float:
-        """Return the rest of the pause after the previous step; 0 while no prefill instance has prompts."""
+        """Return how many seconds are left of the pause after the last step; 0 while no prefill instance on the same
+        cores has prompts.
+        """
         due = self._ended + pause_s(self._ended - self._began, self._share)
         wait = due - time.monotonic()
         # Waiting helps only while a prefill instance has prompts to compute.
         return wait if wait > 0 and self._memory.is_any(PROMPTS_UNTIL) else 0.0
 
     def begin(self) -> None:
-        """Announce a step, so that prefill instances pause."""
+        """Announce that this process computes a step, so that prefill instances on the same cores pause."""
         self._began = time.monotonic()
         # Four times the usual duration: steps vary, and an announcement that expires within the step lets prefill take
         # the cores away from it.
         self._memory.write(COMPUTES_UNTIL, min(max(4 * self._usual_s, MIN_SLICE_S), MAX_SLICE_S))
 
     def end(self) -> None:
-        """End the announcement and update the usual duration of a step."""
+        """Announce that the step has ended, and update the average duration of a step."""
         self._memory.write(COMPUTES_UNTIL, 0.0)
         self._ended = time.monotonic()
         # Exponential moving average over about eight steps.
@@ -124,7 +131,8 @@ class BoundedTimeSlicer(NoTimeSlicing):
 
 
 def pause_s(step_s: float, share: float) -> float:
-    """Return the pause after a step of `step_s` seconds so that steps take at most `share` of the time.
+    """Return the pause in seconds after a step of `step_s` seconds, so that steps take at most the fraction `share` of
+    the time.
 
     It is at most `MAX_WAIT_S`, even if steps then take more than their share.
     """
@@ -132,7 +140,8 @@ def pause_s(step_s: float, share: float) -> float:
 
 
 def make_time_slicer(settings: InstanceSettings, role: Role, yield_to_others: YieldToOthers) -> TimeSlicer:
-    """Return the time slicer for `--core-turns`. Call it in the process that computes the model.
+    """Return the object by which an instance of `role` takes turns on shared CPU cores, as `--core-turns` says.
+    `yield_to_others` makes the CPU kernels pause. Call it in the process that computes the model.
 
     Raises `StartFailed` if the shared file cannot be used.
     """

@@ -16,7 +16,7 @@ DrainStatus = Literal["ok", "draining", "drained"]
 
 
 class Drainable(Protocol):
-    """The methods of `DrainableServer` that a drain calls."""
+    """The methods of an instance's server (`DrainableServer`) that a drain calls."""
 
     @property
     def is_draining(self) -> bool: ...
@@ -27,8 +27,9 @@ class Drainable(Protocol):
 
 
 class DrainController:
-    """Runs the drain of one process, once. Event loop only. `announce` renews the registry record, to show the drain
-    there. `request_stop` starts the shutdown of the process, which calls `begin` and `finish`.
+    """Runs the drain of one instance process, once. `announce` renews the record in the registry, to show the drain
+    there. `request_stop` starts the shutdown of the process, which calls `begin` and `finish`. Use it only on the event
+    loop.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class DrainController:
         timeout_s: float,
         migrate_out: Callable[[], Awaitable[None]],
     ) -> None:
-        """`migrate_out` moves the most used blocks to another instance. It is called once, after all requests have
-        ended, and must limit its own duration."""
+        """Prepare the drain of `serving`, the instance's server; running requests get `timeout_s` seconds.
+        `migrate_out` moves the most used blocks to another instance. It is called once, after all requests have ended,
+        and must limit its own duration.
+        """
         self._migrate_out = migrate_out
         self._migrating: asyncio.Task[None] | None = None
         self._serving = serving
@@ -52,13 +55,17 @@ class DrainController:
 
     @property
     def state(self) -> DrainStatus:
-        """Return the status that `GET /health` reports."""
+        """Return the state of the drain for `GET /health`: `ok` without a drain, `draining` while requests run, then
+        `drained`.
+        """
         if not self._serving.is_draining:
             return "ok"
         return "draining" if self._serving.num_requests else "drained"
 
     async def begin(self) -> None:
-        """Refuse new requests; notify connected routers immediately and the registry if it is available."""
+        """Refuse new requests from now on, and show that to connected routers immediately and in the registry if it
+        answers.
+        """
         if not self._serving.is_draining:
             logger.info(
                 "draining: running requests have up to %g s left (--drain-timeout-s)",
@@ -78,7 +85,9 @@ class DrainController:
         await asyncio.shield(self._migrating)
 
     async def ask(self, *, exit_afterwards: bool) -> None:
-        """Start a drain that an operator requested. Return when new work is refused; the drain continues."""
+        """Start a drain that an operator requested. Return when new requests are refused; the drain goes on. With
+        `exit_afterwards` the process exits at its end.
+        """
         await self.begin()
         # The shutdown calls `finish` itself.
         if exit_afterwards:

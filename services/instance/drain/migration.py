@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 
 class DrainMigration:
-    """Runs both sides of drain migration for one instance; belongs to the event loop.
+    """Moves the most used KV blocks of a draining instance to another one: it offers those of this instance, and
+    fetches those of others. Use it only on the event loop.
 
-    `timeout_s` and `max_blocks` limit what this instance hands to others; 0 disables it.
+    `timeout_s` (seconds) and `max_blocks` limit what this instance hands to others; 0 disables that.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class DrainMigration:
         self._migrations_in: set[asyncio.Task[int]] = set()
 
     async def migrate_out(self) -> None:
-        """Hand the most used blocks to another instance.
+        """Offer the most used blocks of this draining instance to another instance.
 
         Return when they have been fetched, if no router or instance takes them, or after `timeout_s`. Never raises.
         """
@@ -83,7 +84,9 @@ class DrainMigration:
             logger.warning("cannot hand the most used KV blocks to another instance: %s", exc)
 
     def on_migration_tickets(self, message: MigrationTickets) -> None:
-        """Receive the tickets with which other instances will fetch; empty if the router found no instance."""
+        """Handle a router's answer to the offer: the tickets with which other instances will fetch the blocks; empty if
+        the router found no instance.
+        """
         # A late or repeated answer of a router finds no open question.
         if self._migration_tickets is not None and not self._migration_tickets.done():
             self._migration_tickets.set_result(list(message.tickets))
@@ -101,7 +104,9 @@ class DrainMigration:
         migration.add_done_callback(self._migrations_in.discard)
 
     async def close(self) -> None:
-        """Cancel all running fetches and wait for their end. Call it before the transfer node is closed."""
+        """Cancel all running fetches of other instances' blocks and wait for their end. Call it before the transfer
+        node is closed.
+        """
         for migration in self._migrations_in:
             migration.cancel()
         if self._migrations_in:

@@ -12,7 +12,8 @@ logger = logging.getLogger(__name__)
 
 
 class DrainableServer(ABC):
-    """Base class of `RequestServer` and `PoolingServer`.
+    """Base class of the servers of an instance (`RequestServer`, `PoolingServer`, `SleepingServer`): how they refuse
+    new requests and end running ones.
 
     A subclass clears `_idle` with each new request and sets it when no request is left.
     """
@@ -43,11 +44,11 @@ class DrainableServer(ABC):
 
     @property
     def refuses_new(self) -> bool:
-        """Return whether new requests are refused, because of a drain or a pause."""
+        """Return whether this instance refuses new requests now, because of a drain or a pause."""
         return self.is_draining or bool(self.pause_reason)
 
     def pause(self, reason: str) -> None:
-        """Refuse new requests until `resume`, and report that to all connected routers."""
+        """Refuse new requests until `resume`; their routers get `reason`. Report the pause to all connected routers."""
         self.pause_reason = reason
         self.send_load_reports()
 
@@ -57,7 +58,7 @@ class DrainableServer(ABC):
         self.send_load_reports()
 
     async def idle(self, timeout_s: float) -> bool:
-        """Wait until no request runs, at most `timeout_s` seconds. Return whether none runs."""
+        """Wait until no request runs on this instance, but at most `timeout_s` seconds. Return whether none runs."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
@@ -66,7 +67,9 @@ class DrainableServer(ABC):
         return True
 
     def fail_all(self, reason: str) -> None:
-        """End all requests because the engine has stopped, and refuse new ones."""
+        """End all requests with an error that contains `reason`, because the engine has stopped, and
+        refuse new ones.
+        """
         self.is_draining = True
         self._end_all("internal", reason)
 
@@ -76,7 +79,8 @@ class DrainableServer(ABC):
         self.send_load_reports()
 
     async def drain(self, timeout_s: float) -> None:
-        """Refuse new requests and let the running ones finish; after `timeout_s` end the rest.
+        """Refuse new requests and let the running ones finish; after `timeout_s` seconds end the rest, which routers
+        replay on other instances.
 
         Return when all requests have ended and their resources are free.
         """
@@ -94,7 +98,9 @@ class DrainableServer(ABC):
             await self._idle.wait()
 
     def _refused(self, request_id: RequestId) -> Failed | None:
-        """Return the answer to a new request while draining or paused, or None if the request is accepted."""
+        """Return the message that refuses the new request with this id during a drain or a pause, or None if it is
+        accepted.
+        """
         if not self.refuses_new:
             return None
         reason = self.pause_reason or "the instance is shutting down"

@@ -24,13 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class PullPort(Protocol):
-    """Fetches the cached prefix of a prompt from another instance before the prompt is computed."""
+    """The interface of `Puller`: fetches the cached prefix of a prompt from another instance before the prompt is
+    computed.
+    """
 
     async def pull(self, request: AttemptEntry, pull: Pull | None) -> None: ...
 
 
 class Puller:
-    """Implements `PullPort` for one instance and fetches the blocks of drain migrations. Event loop only."""
+    """Fetches cached KV blocks from other instances into the cache of this one: prefixes of prompts (`PullPort`) and
+    the blocks of draining instances. Use it only on the event loop.
+    """
 
     def __init__(
         self,
@@ -48,9 +52,10 @@ class Puller:
         self._clock = clock
 
     async def pull(self, request: AttemptEntry, pull: Pull | None) -> None:
-        """Fetch the prefix that the router named, and return when the engine knows the blocks that have arrived.
+        """Fetch the prefix of the request's prompt that the router's `pull` names, and return when the engine knows the
+        blocks that have arrived. Do nothing if `pull` is None.
 
-        Raises only `CancelledError`.
+        Raises only `CancelledError`: after a failure the engine computes the missing blocks.
         """
         # Prompt logprobs need the logits of every prompt token, so a cached prefix could not be used.
         if pull is None or request.work.sampling.prompt_logprobs is not None:
@@ -76,8 +81,8 @@ class Puller:
         is_whole: bool = False,
     ) -> int:
         """Fetch those of the blocks `names` that this instance does not have, and return how many have arrived. `span`
-        is the trace span of the fetch. With `is_awaited` the source waits for a fetch, so one is sent even if no block
-        is missing. With `is_whole` nothing is fetched unless there is room for all. Raises only `CancelledError`.
+        is the trace span of the request. With `is_awaited` the source waits for a fetch, so one is sent even if no
+        block is missing. With `is_whole` nothing is fetched unless there is room for all. Raises only `CancelledError`.
         """
         import_id = RequestId(f"import:{ticket.ticket}")
         wanted = await self._begin(import_id, names)
@@ -108,7 +113,9 @@ class Puller:
         return len(arrived)
 
     async def _begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> Sequence[tuple[BlockHash, int]]:
-        """Let the engine allocate blocks for the missing names. If this is cancelled meanwhile, undo the allocation."""
+        """Let the engine allocate blocks for those of `names` that it does not have. Return them as (hash, block
+        number). If this is cancelled meanwhile, undo the allocation.
+        """
         begun = self._engine.call(lambda engine: engine.begin_import(import_id, names))
         try:
             return await begun

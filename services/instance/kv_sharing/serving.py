@@ -28,13 +28,17 @@ MAX_ENDED_TICKETS = 1024
 
 
 class PullSourcePort(SourcePort, Protocol):
-    """The producing end of transfers, with a callback for fetches of unknown tickets: `kvtransfer.TransferNode`."""
+    """The producer's interface of `kvtransfer.TransferNode`, with a callback for fetches whose ticket this instance has
+    not opened.
+    """
 
     def on_fetch(self, handler: Callable[[Ticket, list[BlockHash]], None], /) -> None: ...
 
 
 class KVSharing:
-    """Serves fetches of cached blocks from this instance. Belongs to the event loop."""
+    """Serves cached KV blocks of this instance to other instances that fetch them by hash. Use it only on the event
+    loop.
+    """
 
     def __init__(self, engine: EngineCalls, transfer: PullSourcePort, *, max_shares: int = MAX_SHARES) -> None:
         self._engine = engine
@@ -45,12 +49,15 @@ class KVSharing:
         transfer.on_fetch(self._begin)
 
     async def ended(self, ticket: TicketId) -> None:
-        """Wait until the transfer of this ticket is over. The ticket was given to a target of a drain migration, which
-        may fetch before or after this call."""
+        """Wait until the transfer of this ticket is over. The ticket was given to an instance that takes the blocks of
+        this draining one; it may fetch before or after this call.
+        """
         await self._awaited.setdefault(ticket, asyncio.Event()).wait()
 
     async def close(self) -> None:
-        """Wait for all transfers. Call it after the transfer node was closed, which ends them."""
+        """Wait until all fetches that are being served have ended. Call it after the transfer node was closed, which
+        ends them.
+        """
         while self._shares:
             await asyncio.wait(self._shares)
 

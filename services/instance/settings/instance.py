@@ -34,7 +34,7 @@ QUANTIZATIONS = {"marlin": "gptq", "gptq_marlin": "gptq", "awq_marlin": "awq", "
 
 
 class AdapterSettings(ParallelSettings, frozen=True, kw_only=True):
-    """Holds the settings of LoRA adapters."""
+    """The settings of an instance for LoRA adapters."""
 
     enable_lora: Annotated[
         bool, Meta(description="serve LoRA adapters (PEFT format) in addition to the model", extra={"group": "lora"})
@@ -77,7 +77,7 @@ class AdapterSettings(ParallelSettings, frozen=True, kw_only=True):
 
 
 class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
-    """Holds all settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
+    """The settings of one instance process. Each field is one flag: `max_model_len` is `--max-model-len`."""
 
     EVERYDAY: ClassVar = (
         "model", "registry", "host", "device_index", "tensor_parallel_size", "quantization", "max_model_len",
@@ -314,8 +314,9 @@ def instance_id(settings: InstanceSettings, role: Role) -> InstanceId:
 
 
 def advertised_host(settings: InstanceSettings) -> str:
-    """Return the host name or address that the registry record contains. A wildcard `--host` is replaced by the host
-    name."""
+    """Return the host name or address by which other processes reach this instance: `--advertise-host`, or else
+    `--host`. If that stands for all addresses, it is the name of this machine.
+    """
     if settings.advertise_host:
         return settings.advertise_host
     # Other hosts cannot connect to a wildcard address.
@@ -324,16 +325,19 @@ def advertised_host(settings: InstanceSettings) -> str:
 
 
 def model_names(settings: InstanceSettings) -> list[str]:
-    """Return the model names that requests may use. The first is reported in answers, the others are aliases."""
+    """Return the model names that requests may use for this instance. The first is reported in answers, the others are
+    aliases.
+    """
     if settings.served_model_name:
         return list(settings.served_model_name)
     return names_of_model(settings.model)
 
 
 def with_local_model(settings: InstanceSettings, environ: Mapping[str, str], role: Role) -> InstanceSettings:
-    """Return the settings with the path of the model, which is downloaded or unpacked if necessary.
+    """Return the settings with the local path of the model, which is downloaded or unpacked first if necessary.
 
-    The names in requests are those of the model as it was given. The process exits if the model cannot be obtained.
+    The names that requests use are those of the model as it was given. The process exits if the model cannot be
+    obtained.
     """
     try:
         path = local_model(settings.source(settings.model), environ)
@@ -345,7 +349,8 @@ def with_local_model(settings: InstanceSettings, environ: Mapping[str, str], rol
 
 
 def visible_device(settings: InstanceSettings) -> dict[str, str]:
-    """Return environment variables that hide all other devices from this process; empty without `--device-index`.
+    """Return environment variables that hide all devices but the instance's own from this process; empty without
+    `--device-index`.
 
     They must be set before torch initializes its devices. ZE_AFFINITY_MASK also avoids that the driver mirrors all
     device memory in host memory, which a second visible Arc card causes
@@ -360,8 +365,8 @@ def visible_device(settings: InstanceSettings) -> dict[str, str]:
 
 
 def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment variable that shortens the busy-waiting of OpenMP threads; empty if the operator has set
-    one.
+    """Return an environment variable that makes OpenMP threads busy-wait for a shorter time; empty if the operator has
+    set such a variable in `environ`.
 
     By default an OpenMP thread spins for milliseconds at a barrier, and takes the core from the very thread that it
     waits for if processes share cores. The variable must be set before torch is imported.
@@ -371,7 +376,8 @@ def short_waits(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def peer_access(environ: Mapping[str, str]) -> Literal["", "0", "1"]:
-    """Return oneCCL's variable CCL_TOPO_P2P_ACCESS, which also forces the choice of `--kv-transport auto`.
+    """Return the value of oneCCL's variable CCL_TOPO_P2P_ACCESS in `environ`, which also forces the choice of
+    `--kv-transport auto`.
 
     Return "" if it is unset. Raises `StartFailed` for any value but "0" and "1".
     """

@@ -8,7 +8,7 @@ from baton_serve.services.instance.settings.process import NetworkSettings
 
 
 class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):
-    """Holds the numbers of parts into which the model of an instance is divided."""
+    """The settings that divide the model of an instance over several devices."""
 
     tensor_parallel_size: Annotated[
         int,
@@ -41,5 +41,5 @@ class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):
 
     @property
     def num_devices(self) -> int:
-        """Return the number of devices of the instance."""
+        """Return the number of devices that the model of the instance is divided over."""
         return self.tensor_parallel_size * self.pipeline_parallel_size

@@ -12,8 +12,8 @@ Fallback = Literal["fail", "local"]
 
 
 class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
-    """Holds the settings of the threads that compute the model: their number, cores, priority, turns and watchdog, and
-    of the log of their load.
+    """The settings of the CPU threads that compute the model of an instance (their number, cores, priority, turns and
+    watchdog), and of the log of its load.
     """
 
     disable_log_stats: Annotated[
@@ -84,7 +84,7 @@ class CpuSettings(ProcessSettings, frozen=True, kw_only=True):
 
 
 class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
-    """Holds the settings of transfers and of draining."""
+    """The settings of an instance for transfers of KV blocks and for draining."""
 
     kv_transport: Annotated[
         Transport,
@@ -182,7 +182,7 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
 
 
 class NetworkSettings(HandoffSettings, frozen=True, kw_only=True):
-    """Holds the settings of an instance as a member of the cluster: its name, its addresses and its registry."""
+    """The settings of an instance as a member of the cluster: its name, its addresses and its registry."""
 
     instance_id: Annotated[
         str,

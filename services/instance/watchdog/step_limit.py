@@ -33,9 +33,10 @@ StepKind = tuple[int, bool]
 
 @dataclass(slots=True)
 class StepLimit:
-    """Decides the limit of each step of one engine.
+    """Decides how long each step of one engine may take before it counts as hung.
 
-    `setting_s` is `--engine-step-timeout-s`: None for the default, 0 for no limit, else the limit of every step.
+    `setting_s` is `--engine-step-timeout-s`: None for a default from the durations of earlier steps, 0 for no limit,
+    else the limit of every step in seconds.
     """
 
     setting_s: float | None = None
@@ -48,18 +49,20 @@ class StepLimit:
         return self.setting_s == 0
 
     def step_s(self, batch: BatchSize) -> float:
-        """Return how long a step of this size may take, in seconds."""
+        """Return how many seconds a step of this size (sequences and tokens) may take; infinity without a limit."""
         if self.setting_s is not None:
             return self.setting_s or inf
         longest_s = self._longest_s.get(step_kind(batch))
         return _limit_s(longest_s) if longest_s is not None else _limit_s(0.0) + self._first_extra_s(batch.num_tokens)
 
     def command_s(self) -> float:
-        """Return how long the commands between two steps may take, in seconds."""
+        """Return how many seconds the commands that the engine thread runs between two steps may take; infinity without
+        a limit.
+        """
         return inf if self.is_off else max(COMMAND_LIMIT_S, self.setting_s or 0.0)
 
     def longest_step_s(self) -> float:
-        """Return how long a step of any size may take, in seconds."""
+        """Return the largest limit in seconds that a step of any size may have now; infinity without a limit."""
         if self.setting_s is not None:
             return self.setting_s or inf
         # `list` copies in one step: the engine thread may add a size meanwhile.
@@ -67,7 +70,7 @@ class StepLimit:
         return _limit_s(longest_s) + self._first_extra_s(SIZE_CLASSES_TOKENS[-1])
 
     def record(self, batch: BatchSize, seconds: float) -> None:
-        """Record the duration of a step that has ended."""
+        """Record how many `seconds` a step of this size took, for the limits of later steps of about the same size."""
         kind = step_kind(batch)
         before_s = self._longest_s.get(kind)
         # The duration of the first step does not count: if kernels were compiled in it, later steps are much shorter.
@@ -79,7 +82,9 @@ class StepLimit:
 
 
 def step_kind(batch: BatchSize) -> StepKind:
-    """Return the size class of a step, and whether it has prompt tokens. All steps of one kind have the same limit."""
+    """Return (the size class of a step in tokens, whether it has prompt tokens). All steps of one kind have the same
+    limit.
+    """
     return size_class(batch.num_tokens), batch.num_tokens > batch.num_sequences
 
 

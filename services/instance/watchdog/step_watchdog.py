@@ -33,7 +33,7 @@ _STDERR = 2
 
 
 class WatchedEngine(Protocol):
-    """The part of an engine that the watchdog reads, while the engine thread runs it."""
+    """The part of an engine that the watchdog reads while the engine thread runs it."""
 
     @property
     def last_batch(self) -> BatchSize: ...
@@ -41,7 +41,7 @@ class WatchedEngine(Protocol):
 
 @dataclass(slots=True)
 class _RunningWork:
-    """The current work of the engine thread: a step of `engine`, or commands between two steps (None).
+    """The current work of the engine thread: a step of `engine`, or commands between two steps (`engine` is None).
 
     `excluded_s` is the time in which this whole process did not run, for example because it was stopped.
     """
@@ -52,9 +52,10 @@ class _RunningWork:
 
 
 class StepWatchdog:
-    """Finds a hung step of one engine. `begin_step`, `begin_commands` and `end` belong to the engine thread.
+    """Notices if a step of one engine hangs, reports it and ends the process. The engine thread calls `begin_step`,
+    `begin_commands` and `end`.
 
-    The owner calls `start` and `stop`. `device` in the messages is the name that the owner sets.
+    The owner calls `start` and `stop`, and sets `device`, the name of the device in the messages.
     """
 
     def __init__(
@@ -65,7 +66,10 @@ class StepWatchdog:
         has_exit_timer: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`has_exit_timer` uses the timer of `faulthandler`, of which a process has only one."""
+        """Watch nothing before `start`. `program` is the process's name in messages. `has_exit_timer` allows the use of
+        the timer of `faulthandler`, of which a process has only one; it ends the process even if Python code cannot
+        run.
+        """
         self._limit = limit
         self._program = program
         self._has_exit_timer = has_exit_timer and not limit.is_off
@@ -80,33 +84,37 @@ class StepWatchdog:
         self.has_expired = False
 
     def begin_step(self, engine: WatchedEngine) -> None:
-        """Record that a step begins."""
+        """Record that the engine thread begins a step of `engine`."""
         self._running = _RunningWork(self._clock(), engine)
 
     def begin_commands(self) -> None:
-        """Record that commands between two steps begin."""
+        """Record that the engine thread begins to run commands between two steps."""
         self._running = _RunningWork(self._clock(), None)
 
     def end(self) -> None:
-        """Record that the step or the commands have ended."""
+        """Record that the step, or the commands between two steps, have ended."""
         running, self._running = self._running, None
         if running is not None and running.engine is not None:
             self._limit.record(running.engine.last_batch, self._clock() - running.started_at)
 
     def on_prefill_rate(self, tokens_per_s: float) -> None:
-        """Keep the engine's prefill rate, from which the limit of a step of a new size is predicted."""
+        """Keep the engine's prefill rate in tokens per second, from which the limit of the first step of a size is
+        predicted.
+        """
         self._limit.prefill_tokens_per_s = tokens_per_s
 
     def step_age_s(self) -> float:
-        """Return for how many seconds the current step has run; 0 if the engine is idle. Any thread may call it."""
+        """Return for how many seconds the current step, or commands between two steps, has run; 0 if the engine is
+        idle. Any thread may call it.
+        """
         running = self._running
         return self._clock() - running.started_at - running.excluded_s if running is not None else 0.0
 
     def start(self, report: Callable[[], None], kill_ranks: Callable[[], None] | None = None) -> None:
-        """Start to watch, unless the timeout is disabled.
+        """Start to watch the engine thread, unless `--engine-step-timeout-s` is 0.
 
-        On a hang `report` is called from the watchdog's thread; it must not block. `kill_ranks` is called right before
-        the process ends: a rank whose own thread is blocked does not notice the end of this process.
+        If a step hangs, `report` is called from the watchdog's thread; it must not block. `kill_ranks` is called right
+        before the process ends: a rank whose own thread is blocked does not notice the end of this process.
         """
         self._report, self._kill_ranks = report, kill_ranks or _do_nothing
         if not self._limit.is_off:
@@ -122,7 +130,7 @@ class StepWatchdog:
             self._set_exit_timer(None)
 
     def overdue(self) -> str | None:
-        """Return a message if the running step or commands exceed their limit, else None."""
+        """Return an error message if the running step or commands have exceeded their limit, else None."""
         running = self._running
         if running is None:
             return None
@@ -166,7 +174,9 @@ class StepWatchdog:
                 return
 
     def _expire(self, message: str) -> None:
-        """Report the hang and end the process."""
+        """Report that a step hangs (`message`), write the stacks of all threads and end the process with the status
+        `EXIT_HUNG`.
+        """
         self.has_expired = True
         # The report and the dump of the stacks must not hang either.
         self._set_exit_timer(FORCED_EXIT_S)
@@ -182,9 +192,10 @@ class StepWatchdog:
         os._exit(EXIT_HUNG)
 
     def _set_exit_timer(self, after_s: float | None) -> None:
-        """Let `faulthandler` write all stacks and end the process with status 1 after `after_s` seconds.
+        """Let `faulthandler` write the stacks of all threads and end the process with status 1 after `after_s` seconds,
+        in place of an earlier timer.
 
-        None cancels that.
+        None cancels the timer.
         """
         if self._has_exit_timer and after_s is not None:
             # A new call replaces the timer of the last one.
@@ -194,19 +205,22 @@ class StepWatchdog:
 
 
 class RefusingServer(Protocol):
-    """The part of an instance's server that refuses new requests."""
+    """The part of an instance's server by which a hang report makes it refuse new requests."""
 
     is_draining: bool
 
 
 class HangReport:
-    """Reports a hang to the routers: they lose this instance immediately, and replay its streams elsewhere.
+    """Reports a hung step to the routers: it closes their connections, so that they lose this instance immediately and
+    replay its requests elsewhere.
 
-    `begin` belongs to the event loop. `leave_registry` is set by the owner when the instance has registered.
+    `begin` belongs to the event loop. The owner sets `leave_registry` when the instance has registered.
     """
 
     def __init__(self, serving: Callable[[], RefusingServer], rpc: InstanceServer, reported: threading.Event) -> None:
-        """`serving` returns the present server of the instance."""
+        """Prepare the report. `serving` returns the present server of the instance, `rpc` has the connections to
+        routers, and `reported` is set when the report is sent.
+        """
         self._serving = serving
         self._rpc = rpc
         self._reported = reported
@@ -214,7 +228,7 @@ class HangReport:
         self.leave_registry: Callable[[], Awaitable[None]] | None = None
 
     def begin(self, _: None) -> None:
-        """Start to report the hang; the event `reported` is set at the end."""
+        """Start to report the hang in a task; the event `reported` is set at its end. The argument is not used."""
         self._serving().is_draining = True
         self._task = asyncio.create_task(self._leave(), name="hang report")
 
@@ -229,7 +243,7 @@ class HangReport:
 
 
 class NoStepWatchdog:
-    """A watchdog that does nothing. It is the default of an engine thread without a process of its own."""
+    """A watchdog that watches nothing: the default of an engine thread that is not part of an instance process."""
 
     def begin_step(self, engine: WatchedEngine) -> None:
         pass
@@ -245,4 +259,4 @@ class NoStepWatchdog:
 
 
 def _do_nothing() -> None:
-    """Stand in for what the owner passes to `start`."""
+    """Do nothing: the default of the callbacks that the owner passes to `StepWatchdog.start`."""
