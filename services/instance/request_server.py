@@ -122,7 +122,7 @@ class RequestServer(DrainableServer):
 
     @property
     def num_requests(self) -> int:
-        """Return the number of requests that run on this instance; a canceled request counts until its work has ended."""
+        """Return the number of requests that run on this instance; a canceled request counts until its work ends."""
         return len(self._attempts)
 
     def load(self) -> Load:
