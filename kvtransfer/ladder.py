@@ -75,8 +75,8 @@ class LadderLimits:
 
 @dataclass(slots=True)
 class Standing:
-    """The state of one rung (transport and dialect) in a ladder: whether it is barred and why, when it may be tried
-    again, and its measured speed. Only its `Ladder` changes it.
+    """The state of one rung (a transport with its dialect) in a ladder: whether it is barred, which means not used
+    because it failed, and why; when it may be tried again; and its measured speed. Only its `Ladder` changes it.
     """
 
     is_usable: bool
@@ -121,7 +121,7 @@ class Ladder:
 
     def order(self, now: float) -> list[Rung]:
         """Return the rungs (transports with their dialects) that a connection may try at the time `now`, best first.
-        Barred and unproved ones are left out, unless nothing else is left.
+        Rungs that have failed or still need a first probe are left out, unless nothing else is left.
         """
         usable = [rung for rung, standing in self._standings.items() if standing.is_usable]
         if not usable:
@@ -134,8 +134,8 @@ class Ladder:
         return sorted(usable, key=lambda rung: rung != self._best)
 
     def attached(self, rung: Rung, now: float, detail: str = "") -> None:
-        """Record that blocks travel by `rung` from the time `now` on. `detail` is appended to the line that `why`
-        returns for it.
+        """Record that the rung (transport and dialect) carries the blocks from the time `now` on. `detail` is appended
+        to the line that `why` returns for it.
         """
         standing = self._standings[rung]
         standing.detail = detail
@@ -143,19 +143,21 @@ class Ladder:
         self.current = rung
 
     def missing(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar `rung` because the two instances could not connect by it. It is used again only after a probe, whose
-        interval grows with each failure.
+        """Stop using the rung (transport and dialect), because the two instances could not connect by it; `reason` is
+        shown to operators. It is used again only after a successful probe; the wait before the next probe grows with
+        each failure.
         """
         self._bar(rung, reason, now)
 
     def demoted(self, rung: Rung, reason: str, now: float) -> None:
-        """Bar `rung`, which carried the blocks until now, because it broke or damaged blocks. It is used again only
-        after a probe has proved it.
+        """Stop using the rung (transport and dialect) that carried the blocks until now, because it broke or damaged
+        blocks; `reason` is shown to operators. It is used again only after a successful probe.
         """
         self._bar(rung, f"demoted, {reason}", now)
 
     def due(self, now: float) -> list[Rung]:
-        """Return the rungs that a probe should test at the time `now`; empty if no barred or unproved rung is due.
+        """Return the rungs (transports with their dialects) that a probe should test at the time `now`. The list is
+        empty if no rung that has failed or needs a first probe is due.
 
         The rung in use is among them, so that the speeds can be compared, unless a probe cannot test it.
         """
@@ -198,8 +200,8 @@ class Ladder:
         return self._move_to(proved)
 
     def choice(self) -> Choice:
-        """Return why the current rung is used, as one of the words of `Choice`, such as `proved` or `fallback`; `none`
-        if no rung is in use.
+        """Return why the current rung (transport and dialect) is used, as one of the words of `Choice`, such as
+        `proved` or `fallback`; `none` if no rung is in use.
         """
         if self.current is None:
             return "none"
@@ -215,14 +217,14 @@ class Ladder:
         return "rule"
 
     def why(self) -> list[str]:
-        """Return text for operators: one line for each rung that is in use, is barred or was probed, best first, then
-        the `notes` that the ladder was created with.
+        """Return text for operators: one line for each transport that is in use, has failed or was probed, best first,
+        then the `notes` that the ladder was created with.
         """
         lines = [f"{rung.transport}: {line}" for rung in self._standings if (line := self._line_of(rung))]
         return lines + self._notes
 
     def speed(self) -> float:
-        """Return the speed of the current rung in its last probe, in bytes/s; 0 if no rung is in use or it was not
+        """Return the speed of the current transport in its last probe, in bytes/s; 0 if none is in use or it was not
         probed.
         """
         return self._standings[self.current].bytes_per_second if self.current is not None else 0.0
@@ -266,7 +268,7 @@ class Ladder:
 
 
 def _is_due(rung: Rung, standing: Standing, now: float) -> bool:
-    """Return whether `rung` should be probed at the time `now`: it is barred or unproved, the wait after its last
-    failure is over, and a probe can test it.
+    """Return whether the rung (transport and dialect) should be probed at the time `now`: it has failed or needs a
+    first probe, the wait after its last failure is over, and a probe can test it.
     """
     return not standing.is_usable and standing.retry_at <= now and rung.transport not in UNSEEN

@@ -174,9 +174,9 @@ class TransportAttachment:
         return receiver
 
     async def _ask_for(self, rung: Rung) -> Offer:
-        """Ask the producer to prepare the transport of `rung`, and return its offer (address and secret). Raises
-        `TransportUnavailable` if the producer refuses or does not answer in time, and `PeerLost` if the connection
-        breaks.
+        """Ask the producer to prepare the transport and dialect of `rung`, and return its offer (address and secret).
+        Raises `TransportUnavailable` if the producer refuses or does not answer in time, and `PeerLost` if the
+        connection breaks.
         """
         self._epoch += 1
         epoch, timeout_s = self._epoch, self._context.settings.attach_timeout_s

@@ -53,7 +53,7 @@ class Connections:
         return iter([*self._links.values(), *self._outgrown])
 
     def current(self) -> list[ConsumerLink]:
-        """Return the connections that new fetches would use, one for each producer."""
+        """Return the connections that new fetches would use, one for each connected producer."""
         return list(self._links.values())
 
     def tick(self, now: float, in_use: Collection[ConsumerLink]) -> None:
@@ -121,8 +121,9 @@ class Connections:
                 await asyncio.sleep(RETRY_S)
 
     async def promote(self, old: ConsumerLink, rung: Rung) -> bool:
-        """Open a second connection to the producer of `old`, by the better transport `rung`. New fetches then use it
-        instead of `old`, on which running fetches end. Return False, and keep `old`, if it cannot be opened.
+        """Open a second connection to the producer of `old`, by the better transport and dialect `rung`. New fetches
+        then use it instead of `old`; running fetches end on `old`. Return False, and keep `old`, if it cannot be
+        opened.
         """
         link = self._new_link(old.address, rung)
         try:

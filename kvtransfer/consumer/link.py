@@ -188,9 +188,9 @@ class ConsumerLink:
         return self.is_up and self._attachment is not None and self._attachment.is_ready()
 
     async def ask_probe(self, number: int, rungs: Sequence[Rung], timeout_s: float) -> Probing:
-        """Ask the producer to start a process that serves known bytes by the transports `rungs`, and return its answer
-        (address or reason). `number` identifies the probe. Raises `PeerLost` if the connection breaks, or TimeoutError
-        after twice `timeout_s`.
+        """Ask the producer to start a process that serves known bytes by the transports `rungs`, and return its answer:
+        the address of the process, or the reason why there is none. `number` identifies the probe. Raises `PeerLost` if
+        the connection breaks, or TimeoutError after twice `timeout_s`.
         """
         self._probing = self._context.loop.create_future()
         self.send(Probe(number, list(rungs)))

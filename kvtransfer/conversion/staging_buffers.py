@@ -70,8 +70,9 @@ class StagingBuffers:
         return len(self._targets)
 
     def begin(self, translation: Translation, wanted: Sequence[tuple[BlockHash, int]]) -> StagedFetch:
-        """Register a fetch of this node's blocks `wanted` (hash, block number), in the order of their tokens; blocks of
-        recurrent states come last, if they are wanted. Return the fetch as blocks of the producer.
+        """Register a fetch whose blocks must be converted to this node's layout. `wanted` are this node's blocks (hash,
+        block number) in the order of their tokens; blocks of recurrent states come last, if they are wanted. Return the
+        fetch in terms of the producer's blocks.
 
         Raises `LocalTransferError` if `wanted` are not the blocks that `translation` describes.
         """

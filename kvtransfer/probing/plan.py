@@ -88,8 +88,9 @@ def place_of(name: BlockHash) -> int:
 
 
 def complete(rungs: Sequence[Rung], verdicts: Sequence[Verdict], outcome: ProbeOutcome, reason: str) -> list[Verdict]:
-    """Return one verdict for each of `rungs`: that of `verdicts`, or a new one. The first rung without a verdict gets
-    `outcome` and `reason`, because the probe ended there; the rungs behind it are `skipped`.
+    """Return one verdict for each of `rungs` (transports with their dialects): that of `verdicts`, or a new one. The
+    first rung without a verdict gets `outcome` and `reason`, because the probe ended there; the rungs after it get the
+    outcome `skipped`.
     """
     known = {verdict.rung: verdict for verdict in verdicts}
     made: list[Verdict] = []

@@ -56,7 +56,7 @@ class ConsumerConnections:
         return self._links.get(number)
 
     def drop(self, ticket: TicketId) -> None:
-        """Remove the blocks of a ticket that wait to be sent, from the queues of all links."""
+        """Remove the queued blocks of a ticket from the links to all consumers, so that they are not sent."""
         for link in self._links.values():
             link.drop(ticket)
 

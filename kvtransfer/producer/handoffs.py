@@ -134,7 +134,9 @@ class HandoffTable:
         self._remember(self._tombstones, key, reason)
 
     def release(self, handoff: Handoff, reason: ReleaseReason) -> None:
-        """Resolve the future of a ticket with `reason`: its owner may now free the blocks."""
+        """Resolve the future `released` of a served ticket with `reason`: the caller of `TransferNode.open` may now
+        free the blocks.
+        """
         self._opened.pop(handoff.key[0], None)
         if handoff.released is not None and not handoff.released.done():
             handoff.released.set_result(reason)
@@ -149,8 +151,8 @@ class HandoffTable:
             self.entomb(handoff.key, handoff.session.reason or "failed")
 
     def check_invariants(self) -> None:
-        """Assert that the states of all served tickets are consistent and that opened tickets have not been released.
-        Only tests call it.
+        """Assert that the state of each served ticket is consistent and that its blocks were not freed too early. Only
+        tests call it.
         """
         for handoff in self._handoffs.values():
             handoff.session.check_invariants()

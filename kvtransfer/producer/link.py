@@ -147,8 +147,8 @@ class ProducerLink:
             task.cancel()
 
     def serve(self, transport: str, parcel: SendBatch) -> int:
-        """Queue the blocks of `parcel` for a transport, and send as many as the window allows. Return the number of
-        bytes that were queued; 0 if the transport is not attached any more.
+        """Queue the blocks of `parcel` for the transport with this name, and send as many as may be in flight. Return
+        the number of bytes that were queued; 0 if the transport is not attached any more.
         """
         attached = self._attached_transports.get(transport)
         if attached is None:  # it broke, and `_broke` has reported that to the consumer
@@ -158,13 +158,13 @@ class ProducerLink:
         return len(parcel.blocks) * attached.block_bytes // parcel.parts
 
     def drop(self, ticket: TicketId) -> None:
-        """Remove the blocks of a ticket that wait to be sent to this consumer, on all its transports."""
+        """Remove the queued blocks of a ticket, so that they are not sent to this consumer by any transport."""
         for attached in self._attached_transports.values():
             attached.queue.drop(ticket)
 
     def credit(self, message: Got) -> None:
-        """Handle `Got`, the consumer's report that it has read bytes: free as many bytes of the window, or the staging
-        memory of the parcel that was read. Then send queued blocks that fit now.
+        """Handle `Got`, the consumer's report that it has read bytes or a whole parcel: free the parcel's staging
+        memory and count fewer bytes in flight. Then send the queued blocks that may be sent now.
         """
         # ZeroMQ sends in order, so finished frames are at the front.
         while self._in_flight and self._in_flight[0][1].done:

@@ -56,7 +56,9 @@ class ProducerSide:
         self.address = self._connections.address
 
     def open(self, ticket: Ticket) -> None:
-        """Start serving a ticket; see `TransferNode.open`."""
+        """Start serving a ticket: the consumer that it names may fetch blocks. See `TransferNode.open`
+        for the details.
+        """
         context = self._context
         if (ticket.source, ticket.source_generation) != (context.instance, context.generation):
             raise UnknownTicket(f"ticket {ticket.ticket} is for {ticket.source}, not for this instance")
@@ -149,8 +151,8 @@ class ProducerSide:
             future.set_result("closed")
 
     def check_invariants(self) -> None:
-        """Assert that the states of all served tickets are consistent and that opened tickets have not been released.
-        Only tests call it.
+        """Assert that the state of each served ticket is consistent and that its blocks were not freed too early. Only
+        tests call it.
         """
         self._handoffs.check_invariants()
 

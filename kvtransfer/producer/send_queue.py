@@ -70,24 +70,24 @@ class SendQueue:
         queue.extend((attempt, parts, index, block) for index, block in blocks)
 
     def drop(self, ticket: TicketId) -> None:
-        """Remove the blocks of a ticket that wait to be sent."""
+        """Remove all queued blocks of a ticket, so that they are not sent."""
         self._tickets.pop(ticket, None)
         del self._gone[ticket]
 
     def window_bytes_of(self, count: int, parts: int) -> int:
-        """Return how many bytes of the window a parcel of `count` blocks occupies, or of `count` parts if each block
-        has several `parts`.
+        """Return how many bytes in flight a parcel of `count` blocks counts as; or a parcel of `count` parts, if each
+        block is divided into several `parts`.
         """
         return (-(-count // parts) * parts if self._in_blocks else count) * self._block_bytes // parts
 
     def credit(self, num_bytes: int) -> None:
-        """Allow `num_bytes` more bytes in flight, because the consumer has read as many."""
+        """Count `num_bytes` fewer bytes in flight, because the consumer has read them: as many more may be sent."""
         # Credit comes from the peer: too much of it must not enlarge the window.
         self._travelling = max(self._travelling - num_bytes, 0)
 
     def take(self) -> SendBatch | None:
-        """Remove the next parcel from the queue and return it. Return None if nothing is queued or the window has no
-        room. Tickets with queued blocks take turns.
+        """Remove the next parcel from the queue and return it. Return None if nothing is queued or too many bytes are
+        in flight. Tickets with queued blocks take turns.
         """
         if not self._tickets:
             return None

@@ -170,8 +170,9 @@ class ConsumerSession:
         return self._retry("the producer forgot the ticket", now)
 
     def copied(self, indexes: Sequence[int], now: float) -> list[ConsumerStep]:
-        """Record that these placements (`BlockPlacement.index`) were copied and match their checksums. If a copy read
-        the producer's memory after the lease had ended, try again instead. Return the actions to carry out.
+        """Record that the bytes of these placements (`BlockPlacement.index`) were copied and match their checksums. If
+        a copy read the producer's memory after the lease had ended, start another try, or fail the fetch if none is
+        left. Return the actions to carry out.
         """
         _, parts = self._take(indexes)
         # After the lease the producer may have freed the blocks, so the copy may have read other content. A checksum

@@ -63,7 +63,7 @@ class Converter(Protocol):
 
     @property
     def wire(self) -> KVLayout:
-        """Return the layout in which the producer's blocks arrive."""
+        """Return the memory layout in which the producer's blocks arrive, before they are converted."""
         ...
 
     @property
@@ -121,7 +121,7 @@ class IncomingParcel(Protocol):
 
     @property
     def placements(self) -> Sequence[BlockPlacement]:
-        """Return the placements of this parcel's blocks that the fetch still wants."""
+        """Return the blocks of this parcel that the fetch still wants, each with its destination."""
         ...
 
     def take(self, frame: Buffer) -> None:
@@ -211,7 +211,7 @@ class ParcelContent:
     parts: int = 1
 
     def to_sum(self) -> list[int]:
-        """Return the numbers of those blocks (or parts) of the parcel that need a checksum."""
+        """Return the numbers, in this node's memory, of those blocks (or parts) of the parcel that need a checksum."""
         return [block for block, is_checked in zip(self.blocks, self.checked, strict=True) if is_checked]
 
 

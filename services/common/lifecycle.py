@@ -206,7 +206,7 @@ class Lifecycle:
         self._exit_timer.start()
 
     def disarm(self) -> None:
-        """Cancel the timer that `arm` started."""
+        """Cancel the timer that `arm` started, so that it does not end the process."""
         if self._exit_timer is not None:
             self._exit_timer.cancel()
 

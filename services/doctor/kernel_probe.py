@@ -62,7 +62,9 @@ class KernelChecks:
 
     @property
     def backend(self) -> str:
-        """Return what computes attention: `triton`, `cpu` (C++) or `reference` (plain torch)."""
+        """Return the kind of kernels that compute attention on this machine: `triton`, `cpu` (C++) or `reference`
+        (plain torch).
+        """
         return type(self._attention).__module__.split(".kernels.")[1].split(".")[0]
 
     def result(self, kernel: str) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,9 @@ class AttemptTable:
         return request
 
     def find(self, router: RouterId, request_id: RequestId) -> AttemptEntry | None:
-        """Return the attempt of `router` with this request id if it is not detached, or None."""
+        """Return the attempt of `router` with this request id, or None if there is none or it is detached (no messages
+        for it are sent any more).
+        """
         return self._by_router.get(router, {}).get(request_id)
 
     def detach(self, request: AttemptEntry) -> None:
@@ -132,7 +134,9 @@ class AttemptTable:
         del self._by_id[request.work.request_id]
 
     def of_router(self, router: RouterId) -> list[AttemptEntry]:
-        """Return a copy of the list of a router's attempts that are not detached."""
+        """Return a copy of the list of a router's attempts, without detached ones (no messages for them are sent any
+        more).
+        """
         return list(self._by_router.get(router, {}).values())
 
     def all(self) -> list[AttemptEntry]:

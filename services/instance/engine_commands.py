@@ -41,7 +41,7 @@ class EngineCommands:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def on_message(self, router: RouterId, command: EngineCommand) -> None:
-        """Execute `command` in a task, and answer `router` when it is done or has failed."""
+        """Execute `command` in a task of its own, and answer `router` when it is done or has failed."""
         task = asyncio.get_running_loop().create_task(self._answer(router, command), name="engine command")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -124,7 +124,7 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
 
     @property
     def stop_s(self) -> float:
-        """Longest time in seconds that `stop` takes."""
+        """Return the longest time in seconds that `stop` takes."""
         return self._timeouts.drain_s + ROUTER_AFTER_S + STOP_DEADLINE_S
 
     async def stop(self) -> None:

@@ -24,7 +24,7 @@ class Finish(Protocol):
     """
 
     def __call__(self) -> None:
-        """Wait for the end of the message. Raises `PairBrokenError` if the pair breaks."""
+        """Wait until the message has been sent or received completely. Raises `PairBrokenError` if the pair breaks."""
         ...
 
 

@@ -40,7 +40,7 @@ class LateTimer:
         self._at = self._then = None
 
     def close(self) -> None:
-        """Remove the setting and cancel the event loop's own timer."""
+        """Forget the set time and its callback, and cancel the event loop's own timer."""
         self.clear()
         if self._handle is not None:
             self._handle.cancel()

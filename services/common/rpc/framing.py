@@ -20,7 +20,7 @@ class ProtocolError(Exception):
 
 
 def frame(message: bytes) -> bytes:
-    """Return the bytes that are sent for a message: its length in 4 bytes, then the message."""
+    """Return the bytes to send for a message: its length as a 4-byte number, then the message."""
     return LENGTH.pack(len(message)) + message
 
 

@@ -58,8 +58,8 @@ def thread_count(
     """Return the environment variable OMP_NUM_THREADS with this instance's number of threads; it must be set before
     torch is imported. `host` is what this process may use of the machine (None: find out).
 
-    Without the variable torch counts hyperthreads and ignores a cgroup's CPU limit. Empty if the operator has set it or
-    chose `--omp-threads-bind nobind`.
+    Without the variable torch counts hyperthreads and ignores a cgroup's CPU limit. The result is empty if the operator
+    has set the variable or chose `--omp-threads-bind nobind`.
     """
     if settings.threads is not None:
         count = settings.threads

@@ -205,7 +205,9 @@ class StepWatchdog:
 
 
 class RefusingServer(Protocol):
-    """The part of an instance's server by which a hang report makes it refuse new requests."""
+    """The part of an instance's server that a report of a hanging step uses: it makes the server refuse
+    new requests.
+    """
 
     is_draining: bool
 
