@@ -60,8 +60,8 @@ def as_tensor(view: memoryview) -> Tensor:
 
 
 class LayoutConverter:
-    """Converts blocks that arrive in the layout `wire` to a node's own `layout`, and writes their tokens to the blocks
-    in the node's `memory`. Any thread may call it.
+    """Converts blocks that arrive in the memory layout `wire` to a node's own `layout`, and writes their tokens to the
+    blocks in the node's `memory`. Any thread may call it.
     """
 
     def __init__(self, staging_buffers: StagingBuffers, wire: KVLayout, layout: KVLayout, memory: BlockMemory) -> None:

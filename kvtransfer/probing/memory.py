@@ -63,8 +63,8 @@ class HostProbeMemory(HostMemory):
 
 
 class DeviceProbeMemory:
-    """Memory for the blocks of a probe on a device. `write` waits until the device has finished, so the blocks are
-    always ready.
+    """Memory for the blocks of a probe on a device. `write` waits until the device has finished, so the blocks may be
+    read at any time.
     """
 
     num_blocks = NUM_BLOCKS

@@ -52,7 +52,7 @@ class ConsumerConnections:
         return iter(self._links.values())
 
     def get(self, number: int) -> ProducerLink | None:
-        """Return the link to a consumer that has this number, or None if it is gone."""
+        """Return the `ProducerLink` with this number, the connection of one consumer, or None if it is gone."""
         return self._links.get(number)
 
     def drop(self, ticket: TicketId) -> None:

@@ -65,7 +65,7 @@ class HandoffTable:
         return handoff
 
     def expect(self, ticket: TicketId, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Keep `released`, the future of a ticket that is about to be opened, for `outcome`. Raises
+        """Keep `released`, the future of a ticket that is about to be opened; `outcome` returns it. Raises
         `LocalTransferError` if the ticket was opened before.
         """
         if ticket in self._outcomes:
@@ -142,8 +142,9 @@ class HandoffTable:
             handoff.released.set_result(reason)
 
     def bury(self, handoff: Handoff) -> None:
-        """Remove an ended handoff from the table and leave a tombstone. A fetch of a ticket that nobody had opened, and
-        whose connection broke, leaves none, because its consumer may come again. A second call has no effect.
+        """Remove an ended handoff from the table and leave a tombstone, so that late messages are ignored. Leave none
+        for a fetch whose ticket nobody had opened and whose connection broke, because its consumer may come again. A
+        second call has no effect.
         """
         if self._handoffs.pop(handoff.key, None) is None:
             return

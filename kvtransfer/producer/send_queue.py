@@ -44,8 +44,9 @@ class SendQueue:
         """Create an empty queue for parcels of at most `batch_bytes`.
 
         With `taper_bytes`, the first and the last parcels of a prompt are only about this large, because one end of the
-        transfer waits while they are copied. None makes all equally large. With `in_blocks`, a parcel of parts counts
-        as whole blocks in the window, as in a ring whose slots hold whole blocks.
+        transfer waits while they are copied. None makes all parcels equally large. With `in_blocks`, a parcel that
+        contains only parts of blocks counts as whole blocks in flight, because each block occupies a whole slot of
+        staging memory.
         """
         self._block_bytes = block_bytes
         self._batch_bytes = batch_bytes
@@ -116,9 +117,9 @@ class SendQueue:
         """Return how many blocks or parts the next parcel of a ticket carries. `waiting` of them are queued, and `gone`
         bytes of the ticket were sent before.
 
-        The first parcel is small, so that copying begins early (with a window: whenever nothing is in flight). Later
-        parcels carry at most half of what waits, so that the last ones are small again. Return 0 to wait for more
-        credit if the room in the window would only allow a small parcel now.
+        The first parcel is small, so that copying begins early (with a limit of bytes in flight: whenever nothing is in
+        flight). Later parcels carry at most half of what waits, so that the last ones are small again. Return 0 to wait
+        for more credit if only a small parcel could be sent now.
         """
         size, window = self._block_bytes // parts, self._window
         batch = min(max(self._batch_bytes // size, 1), MAX_PIECES)

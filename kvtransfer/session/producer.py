@@ -236,9 +236,9 @@ class ProducerSession:
         self._lease_until = now + self._limits.lease_s + self._limits.lease_grace_s
 
     def _forgive(self, now: float) -> None:
-        """If no tick came for longer than `lease_grace_s`, extend the lease and the deadline for opening the ticket by
-        that time. This process, or the whole machine, may have been suspended, and the consumer's renewals may still
-        wait in the socket.
+        """If `tick` was not called for longer than `lease_grace_s`, extend the lease and the deadline for opening the
+        ticket by that time. This process, or the whole machine, may have been suspended, and the consumer's renewals
+        may still wait in the socket.
         """
         gap, self._ticked_at = now - self._ticked_at, now
         if gap > self._limits.lease_grace_s:

@@ -154,8 +154,8 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """An action that the state machine of a served ticket requests: report to the ticket's owner that its blocks may be
-    freed.
+    """An action that the state machine of a served ticket requests: report to the code that opened the ticket that its
+    blocks may be freed.
     """
 
     reason: ReleaseReason

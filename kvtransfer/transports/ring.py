@@ -56,7 +56,7 @@ class Ring:
         above 1, `blocks` are numbers of parts of blocks, and a slot has that many places.
 
         The caller owns the slots until `give_back`. Raises `TransportUnavailable` if the ring is closed or has too few
-        free slots, which the window of its connection prevents.
+        free slots; the limit of bytes in flight of its connection normally prevents that.
         """
         needed = -(-len(blocks) // parts)
         with self._lock:

@@ -44,8 +44,8 @@ TIMEOUT_S = 2.0
 
 
 class MappingAnswer(msgspec.Struct, frozen=True, array_like=True):
-    """The message that a producer sends together with a file descriptor of memory to map: the number and size of its
-    blocks, and whether it is a ring in which blocks of a device are staged.
+    """The message that a producer sends together with a file descriptor of memory to map: the number of its blocks,
+    their size in bytes, and whether it is a ring in which blocks of a device are staged.
     """
 
     num_blocks: Annotated[int, Meta(ge=1, le=2**40)]

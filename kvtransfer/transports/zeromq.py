@@ -156,8 +156,8 @@ class ZeromqTransport:
         return
 
     def _settings_for(self, hello: Hello) -> TransferSettings:
-        """Return the node's settings with a window for all connections together that the consumer of
-        `hello` will open.
+        """Return the node's settings with the limit of bytes in flight for all connections together that the consumer
+        of `hello` will open.
         """
         num_connections = min(self._settings.zeromq_connections, hello.connections)
         # `SendQueue` has one window for all connections of a consumer together.

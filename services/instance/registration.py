@@ -21,8 +21,9 @@ RETRY_S = 1.0
 class Registration:
     """Keeps the registry record of one instance alive, from `start` until `leave`. Use it only on the event loop.
 
-    `record` returns the present record for each renewal; it expires `ttl_s` seconds after the last one. `on_superseded`
-    is called once if a newer process has registered under the same instance id; then the record is never renewed again.
+    `record` returns the present record for each renewal; the record expires `ttl_s` seconds after the last renewal.
+    `on_superseded` is called once if a newer process has registered under the same instance id; then the record is
+    never renewed again.
     """
 
     def __init__(

@@ -60,7 +60,8 @@ class DeviceSender:
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
         """Wait until the engine has computed the blocks: if they were announced before, the consumer's receive would
-        occupy its device while it waits. Return the parcel with the number that its checksums are salted with.
+        occupy its device while it waits. Return the parcel with a new random number (salt) that is added to its
+        checksums, unless checksums are off.
         """
         blocks = self._blocks.in_parts(chosen.parts)
         blocks.check(chosen.blocks)
@@ -117,8 +118,8 @@ class DeviceMessage:
 
 class PairStream:
     """Base class of the consumer's ends of the transport `oneccl` for a device's memory. It keeps the announced parcels
-    in order, and abandons them if the pair breaks. The event loop announces parcels and closes it; the pair's thread
-    receives. `lock` guards what both change.
+    in order, and abandons them if the pair (the connection through the collective library) breaks. The event loop
+    announces parcels and closes it; the pair's thread receives. `lock` guards what both change.
     """
 
     stages = False
@@ -168,15 +169,17 @@ class PairStream:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
-        """Give the pair up because of `reason`, and abandon all parcels that have not arrived."""
+        """Give up the pair (the connection through the collective library) because of `reason`, and abandon all parcels
+        that have not arrived.
+        """
         self.reason = reason
         self.close()
 
 
 class DirectReceiver(PairStream):
-    """Receives messages of a pair directly into the destination blocks if these are consecutive, otherwise through
-    staging memory of the device. Once a parcel has begun, only the pair's thread ends it: `close` must not abandon it
-    while the library may still write to its blocks.
+    """Receives messages of a collective library directly into the destination blocks if these are consecutive,
+    otherwise through staging memory of the device. Once a parcel has begun, only the thread that calls the library ends
+    it: `close` must not abandon it while the library may still write to its blocks.
     """
 
     def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":
@@ -281,8 +284,8 @@ class DirectArrival(DeviceArrival):
 
 
 class StagedReceiver(PairStream):
-    """Receives messages of a pair into staging memory of the device, and copies the blocks from there to their
-    destinations when a message is complete.
+    """Receives messages of a collective library into staging memory of the device, and copies the blocks from there to
+    their destinations when a message is complete.
     """
 
     def take(self, pair: Pair, message: DeviceMessage, parcel: IncomingParcel) -> "DeviceArrival | None":

@@ -73,8 +73,8 @@ class TorchChannel:
 
 
 class DeviceBackend:
-    """Connects pairs by one dialect of the transport `oneccl`: the library libnccl, nccl, xccl or ccl, or gloo for
-    tensors of the CPU, perhaps with the suffix `+staging` (receive only into staging memory).
+    """Connects two processes by one dialect of the transport `oneccl`: the library libnccl, nccl, xccl or ccl, or gloo
+    for tensors of the CPU, perhaps with the suffix `+staging` (receive only into staging memory).
     """
 
     def __init__(self, name: str, blocks: DeviceBlocks) -> None:
@@ -149,7 +149,7 @@ class DevicePair:
             wait()
 
     def abandon(self) -> None:
-        """Give the pair up; any thread may call it, and it does not wait. NCCL ends the running messages. Other
+        """Give up the connection; any thread may call this, and it does not wait. NCCL ends the running messages. Other
         libraries may not, and then a thread that waits for a message never returns.
         """
         if not self._is_abandoned.is_set():

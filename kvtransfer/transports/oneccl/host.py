@@ -75,7 +75,7 @@ def _runs(pieces: Sequence[Piece], block_bytes: int) -> list[Region]:
 
 class PairSender(HostSender):
     """The producer's end of the transport `oneccl` for blocks in host memory: announces blocks, then sends their bytes
-    over the pair.
+    over the pair (a connection through a collective library).
     """
 
     def __init__(self, offer: Offer, thread: PairThread, request: AttachRequest, settings: TransferSettings) -> None:
@@ -99,8 +99,8 @@ class PairSender(HostSender):
 
 
 class PairReceiver:
-    """The consumer's end of the transport `oneccl` for blocks in host memory: receives parcels over the pair, in the
-    order in which they were announced.
+    """The consumer's end of the transport `oneccl` for blocks in host memory: receives parcels over the pair (a
+    connection through a collective library), in the order in which they were announced.
     """
 
     stages = False
@@ -138,7 +138,8 @@ class PairReceiver:
         raise TransportUnavailable("blocks of a pair come as a stream")
 
     def close(self) -> None:
-        """Give the pair up and abandon all parcels that have not arrived.
+        """Give up the pair (the connection through the collective library) and abandon all parcels that have not
+        arrived.
 
         It waits for a running copy into blocks, but not for a running call of the collective library.
         """
@@ -153,7 +154,9 @@ class PairReceiver:
             self.thread.close()
 
     def failed(self, reason: str) -> None:
-        """Give the pair up because of `reason`, and abandon all parcels that have not arrived."""
+        """Give up the pair (the connection through the collective library) because of `reason`, and abandon all parcels
+        that have not arrived.
+        """
         self._reason = reason
         self.close()
 

@@ -16,8 +16,8 @@ MIN_SUMS = 1024
 
 
 class Lane:
-    """A device stream with staging memory of its own, on which one message of a pair at a time is in flight. The body
-    of a `with` statement runs on the stream. Only the pair's thread uses it.
+    """A device stream with staging memory of its own. One message of a pair (a connection through a collective library)
+    at a time uses it. The body of a `with` statement runs on the stream. Only the pair's thread uses it.
     """
 
     def __init__(self, blocks: DeviceBlocks) -> None:
@@ -52,7 +52,7 @@ class Lane:
         return self._sums[:count]
 
     def mark(self) -> Any:
-        """Record an event on the lane's stream, behind the work that is queued so far, and return it;
+        """Record an event on the lane's device stream, behind the work that is queued so far, and return it; return
         None on the CPU.
         """
         return self._blocks.mark(self.stream)

@@ -58,7 +58,7 @@ def find_library(folder: str = "") -> Path | None:
 
 
 class LibraryBackend:
-    """Connects pairs by oneCCL's own library (dialect `libccl`), for blocks in host memory."""
+    """Connects two processes by oneCCL's own library (dialect `libccl`), for blocks in host memory."""
 
     name = "libccl"
 
@@ -83,8 +83,8 @@ class LibraryBackend:
 
 
 class LibraryMeeting:
-    """The producer's half of connecting a pair by oneCCL's library. `secret` is the unique id that the consumer needs;
-    it contains the address, so `address` is empty.
+    """The producer's half of connecting two processes by oneCCL's library. `secret` is the unique id that the consumer
+    needs; it contains the address, so `address` is empty.
     """
 
     address = b""

@@ -29,21 +29,21 @@ class Pair(Protocol):
         ...
 
     def receive(self, parts: Sequence[memoryview]) -> None:
-        """Wait for the next message of the other process, and write it to the buffers `parts`, which must have its
-        sizes.
+        """Wait for the next message of the other process, and write it to the buffers `parts`, which must have the same
+        sizes as the sent ones.
         """
         ...
 
     def abandon(self) -> None:
-        """Give the pair up; any thread may call it, and it does not wait. A call of `send` or `receive` that is running
-        raises an error, or never returns.
+        """Give up the connection; any thread may call this, and it does not wait. A call of `send` or `receive` that is
+        running raises an error, or never returns.
         """
         ...
 
 
 class Meeting(Protocol):
-    """The producer's half of connecting a pair: the address at which the consumer joins, and the secret that it needs.
-    Both are sent to the consumer.
+    """The producer's half of connecting two processes by a collective library: the address at which the consumer joins,
+    and the secret that it needs. Both are sent to the consumer.
     """
 
     @property
@@ -71,8 +71,8 @@ class Backend(Protocol):
         ...
 
     def meet(self, host: str) -> Meeting:
-        """Prepare the connection of a pair as the producer, at `host`, an address of this machine that the consumer can
-        reach. Raises `TransportUnavailable` if that fails.
+        """Prepare, as the producer, to be connected with one consumer. `host` is an address of this machine that the
+        consumer can reach. Raises `TransportUnavailable` if that fails.
         """
         ...
 

@@ -35,10 +35,10 @@ cannot be used any more.
 
 
 class PairThread:
-    """Calls a collective library for one pair, in threads of its own: it runs `open_pair`, then jobs (messages) in
-    order. A job may start before earlier ones have finished; up to `LANES` run at the same time. `on_failed` is called
-    on the event loop at most once, and not after `close`. If no job ends within `stall_timeout_s`, this counts as a
-    failure: the peer or the library hangs.
+    """Calls a collective library for one pair (a connection of two processes), in threads of its own: it runs
+    `open_pair`, then jobs (messages) in order. A job may start before earlier ones have finished; up to `LANES` run at
+    the same time. `on_failed` is called on the event loop at most once, and not after `close`. If no job ends within
+    `stall_timeout_s`, this counts as a failure: the peer or the library hangs.
     """
 
     def __init__(
@@ -74,14 +74,16 @@ class PairThread:
         return self._is_closed
 
     def submit(self, job: Job) -> None:
-        """Queue a job, which starts one message of the pair. Call it only on the event loop."""
+        """Queue a job, which starts to send or receive one message. Call it only on the event loop."""
         self._num_waiting += 1
         self._jobs.put(job)
         if self._watching is None:
             self._watch()
 
     def close(self) -> None:
-        """Give the pair up without waiting: drop the jobs that have not begun, and abandon the running ones."""
+        """Give up the connection of the two processes without waiting: drop the jobs that have not begun, and abandon
+        the running ones.
+        """
         with self._lock:
             if self._is_closed:
                 return
@@ -123,8 +125,8 @@ class PairThread:
                 self._begun.put(finish)
 
     def _finish_all(self) -> None:
-        """Run the second thread: wait for the end of each message, in the order in which they were started. After the
-        pair was given up, messages in flight end with an error or never.
+        """Run the second thread: wait for the end of each message, in the order in which the messages were started.
+        After the pair was given up, messages in flight end with an error or never.
         """
         while (finish := self._begun.get()) is not None:
             with self._explained():
@@ -169,8 +171,9 @@ class PairThread:
         self._on_failed(reason)
 
     def _watch(self, seen: int = -1) -> None:
-        """Give the pair up if jobs wait and none has ended since the last check, `stall_timeout_s` ago. `seen` is the
-        number of jobs that had ended then. Otherwise check again after the same time.
+        """Give up the connection of the two processes if jobs wait and none has ended since the last check,
+        `stall_timeout_s` ago. `seen` is the number of jobs that had ended then. Otherwise check again after the same
+        time.
         """
         if self._num_done >= self._num_waiting:
             self._watching = None

@@ -23,13 +23,13 @@ Group = Any
 
 
 class TorchBackend:
-    """Connects pairs by gloo, torch's collective library for CPUs, for blocks in host memory."""
+    """Connects two processes by gloo, torch's collective library for CPUs, for blocks in host memory."""
 
     def __init__(self, name: str = "gloo") -> None:
         self.name = name
 
     def load(self) -> None:
-        """Do nothing: importing this module has loaded the library."""
+        """Do nothing: importing this module has loaded gloo."""
 
     def meet(self, host: str) -> "TorchMeeting":
         return TorchMeeting(host, lambda store, timeout_s: TorchPair(make_group(self.name, store, 0, host, timeout_s)))
@@ -41,8 +41,8 @@ class TorchBackend:
 
 
 class TorchMeeting:
-    """The producer's half of connecting a pair by torch.distributed: a TCPStore (key-value store over TCP) that the
-    consumer connects to.
+    """The producer's half of connecting two processes by torch.distributed: a TCPStore (key-value store over TCP) that
+    the consumer connects to.
     """
 
     secret = b""
