@@ -125,7 +125,9 @@ class TransportAttachment:
                 answer.exception()  # marks it as read: asyncio logs exceptions that nobody has read
 
     async def close(self) -> None:
-        """Cancel a running attempt to attach a transport. Call `lose` before, which closes the receiver."""
+        """Cancel a running attempt to attach a transport, and wait for its end. Call `lose` before, which closes the
+        receiver.
+        """
         if self._attaching is not None:
             self._attaching.cancel()
             with contextlib.suppress(asyncio.CancelledError, PeerLost, TransportUnavailable):

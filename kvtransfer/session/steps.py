@@ -29,7 +29,7 @@ class Fault(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """Timeouts in seconds and limits of retries that one transfer keeps to, at both ends."""
+    """The timeouts in seconds and the limits of retries of one transfer; producer and consumer both use them."""
 
     connect_timeout_s: float = 5.0
     answer_timeout_s: float = 10.0

@@ -92,8 +92,8 @@ def identity_pem(seed: bytes, certificate: bytes) -> bytes:
 
 
 def read_cluster_key(path: str | None) -> ClusterKey | None:
-    """Read the cluster's secret from the file `path` and return the keys that are derived from it; None if there is not
-    a path.
+    """Read the cluster's secret from the file `path` and return the keys that are derived from it. Return None if
+    `path` is None or empty.
 
     Raises `ConfigurationError` if the file cannot be read, the secret is too short, or encryption is not possible here.
     """

@@ -41,7 +41,7 @@ class ProcessRun(Protocol):
 
 
 class WatchRules(msgspec.Struct, frozen=True):
-    """The rules by which a process counts as hung: `max_missed` queries in a row got no answer."""
+    """The rules by which a process counts as hung: it did not answer `max_missed` queries in a row."""
 
     interval_s: float = 2.0
     """Time in seconds between two queries."""

@@ -121,7 +121,7 @@ def _peer(torch: Any, module: Any, kind: str, source: int, target: int) -> PeerF
 
 def _speed(copy: Any, synchronize: Any) -> float:
     """Call `copy`, which copies `COPY_BYTES`, several times and return the fastest rate in bytes per second: a busy
-    machine makes copies slower, never faster. `synchronize` waits for the device.
+    machine makes copies slower, never faster. `synchronize` waits until the device has finished the copies.
     """
     best = float("inf")
     for _ in range(REPEATS):

@@ -96,7 +96,9 @@ class EngineThread(Generic[E]):
 
     @property
     def is_alive(self) -> bool:
-        """Return whether the engine thread runs; after `stop` only if it is stuck, for example while loading."""
+        """Return whether the engine thread runs. After `stop` it still runs only if it is stuck, for example while
+        loading.
+        """
         return self._thread.is_alive()
 
     async def start(self) -> E:

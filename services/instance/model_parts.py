@@ -53,7 +53,7 @@ AnyEngineThread = EngineThread[Engine] | EngineThread[PoolingEngine]
 
 @dataclass(frozen=True, slots=True)
 class ProcessParts:
-    """The parts of an instance process that its model uses, and that stay when the model is replaced."""
+    """The parts of an instance process that its loaded model uses. They stay when the model is replaced."""
 
     settings: InstanceSettings
     role: Role
@@ -65,8 +65,8 @@ class ProcessParts:
 
 @dataclass(frozen=True, slots=True)
 class ModelConnections:
-    """The connections of an instance process that its model uses, and that stay when the model is replaced. `announce`
-    shows changed adapters to the routers, and `on_broken` is called if the engine cannot continue.
+    """The connections of an instance process that its loaded model uses. They stay when the model is replaced.
+    `announce` shows changed adapters to the routers, and `on_broken` is called if the engine cannot continue.
     """
 
     rpc: InstanceServer
@@ -249,7 +249,7 @@ class ModelParts:
         return serving
 
     def _pooling(self, engine: PoolingEngine, rpc: InstanceServer) -> PoolingServer:
-        """Return the server for a model that computes vectors, such as embeddings."""
+        """Return a new server for a model that computes vectors, such as embeddings."""
         self._rpc = rpc
         thread = cast("EngineThread[PoolingEngine]", self.thread)
         return PoolingServer(self.identity, engine=thread, stats=engine.stats(), router=rpc, events=self.events)

@@ -262,5 +262,7 @@ def _given(command: EngineCommand) -> WeightsSource:
 
 
 def _bounded(timeout_s: float) -> float:
-    """Return a timeout from the network, in seconds, limited to the range from 0 to `MAX_PAUSE_S`."""
+    """Return `timeout_s`, a time in seconds that came over the network, limited to the range from 0 to
+    `MAX_PAUSE_S`.
+    """
     return min(max(timeout_s, 0.0), MAX_PAUSE_S)

@@ -228,8 +228,8 @@ class InstanceProcess:
         lifecycle.on_stop("admission", lambda: self._draining.begin(), deadline_s=3.0)
 
     def _new_drain(self) -> None:
-        """Make the drain of this process act on the present server, because it was replaced; each server
-        drains once.
+        """Make a new drain for the server that has just replaced the old one, because each server can
+        drain only once.
         """
         self._draining = DrainController(
             self._model.serving,

@@ -46,7 +46,7 @@ class Registration:
         self._renewing: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Start a task that renews the record three times per `ttl_s`, until `leave`."""
+        """Start a task that renews the record every third of `ttl_s`, until `leave` is called."""
         self._renewing = asyncio.create_task(self._renew_for_ever(), name="membership")
 
     async def announce(self) -> None:

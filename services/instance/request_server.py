@@ -325,8 +325,8 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
 
 
 async def await_uncancelled(cleanup: Coroutine[object, object, None]) -> None:
-    """Await the coroutine `cleanup` to its end, even if the caller is cancelled meanwhile; then raise
-    `CancelledError`.
+    """Await the coroutine `cleanup` to its end, even if the caller is cancelled before that; in this case raise
+    `CancelledError` at the end.
     """
     task = asyncio.ensure_future(cleanup)
     is_cancelled = False

@@ -76,7 +76,7 @@ def _run(cls: type[S], argv: Sequence[str], *, program: str, description: str) -
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before the first `--`, and those after it."""
+    """Divide the words of a command line at the first `--`: return (the words before it, the words after it)."""
     words = list(argv)
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]

@@ -152,8 +152,8 @@ class Child:
         environ: Mapping[str, str],
         holds_error: bool = False,
     ) -> None:
-        """Start the process by `launch`. With `holds_error` the error for which it cannot start is not printed here:
-        the owner prints it.
+        """Start the process by `launch`. With `holds_error`, an error because of which the process cannot start is not
+        printed here: the owner of this object prints it.
         """
         self.name = process.name
         self.recent_lines: collections.deque[str] = collections.deque(maxlen=KEPT_OUTPUT_LINES)

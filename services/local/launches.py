@@ -222,8 +222,8 @@ def _run_forked(
 
 
 def _end_with_parent() -> None:
-    """Wait until the supervisor exits, then kill this process, so that `kill -9` of the supervisor
-    leaves no orphans.
+    """Wait until the supervisor process exits, then kill this process, so that `kill -9` of the supervisor leaves no
+    orphans.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None

@@ -112,7 +112,9 @@ def plan(
 
 
 def _size(given: GivenOptions, role: Role) -> int:
-    """Return the number of devices over which one instance of `role` divides its model."""
+    """Return the number of devices over which one instance of `role` divides its model, by the options
+    that were given.
+    """
     own = given.sections.get(role, {})
     return prod(int(str(own.get(name, given.values.get(name, 1)))) for name in PARALLEL_OPTIONS)
 

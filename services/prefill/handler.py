@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
-    """Return the request handler of a prefill instance, made from the parts of its process."""
+    """Return the request handler of a prefill instance. `parts` are the parts of the instance process that it uses."""
     return PrefillHandler(
         parts.engine,
         parts.transfer,

@@ -41,7 +41,9 @@ class PrefillObserver:
         """Do nothing: the first tokens are sent to the router elsewhere (`AttemptTable.apply`)."""
 
     def held(self, at: float) -> None:
-        """Resolve the future `end`, because the prompt is computed and its blocks are kept."""
+        """Resolve the future `end`, on which the handler waits, because the prompt is computed and the engine keeps its
+        blocks.
+        """
         if not self.end.done():
             self.end.set_result(None)
 
@@ -49,7 +51,9 @@ class PrefillObserver:
         """Do nothing: the prompt's blocks are kept even if every sequence has ended with its first token."""
 
     def failed(self, code: ErrorCode, message: str) -> None:
-        """Let the future `end` raise `RequestFailed`, because the engine failed the request."""
+        """Let the future `end`, on which the handler waits, raise `RequestFailed`, because the engine failed the
+        request.
+        """
         if not self.end.done():
             self.end.set_exception(RequestFailed(code, message))
 

@@ -28,7 +28,7 @@ ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
 
 def main(argv: Sequence[str]) -> int:
     """Run `baton rotate` with these arguments: restart the instances of a pool. Return the exit status: 0 if all were
-    replaced, 1 if one was not.
+    replaced, 1 if at least one was not.
     """
     settings = load_settings(
         RotateSettings,
@@ -57,7 +57,7 @@ def say(text: str) -> None:
 
 async def rotate(settings: RotateSettings) -> int:
     """Restart the instances of the pools that `settings` name, one by one, and return how many were replaced. Raises
-    `RemoteError` at the first one that was not.
+    `RemoteError` at the first instance that could not be replaced.
     """
     roles = ROLES if settings.pool == "all" else (settings.pool,)
     key = read_cluster_key(settings.cluster_key_file)

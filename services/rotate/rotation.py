@@ -61,9 +61,9 @@ class Rotation:
         self._clock = clock
 
     async def run(self, roles: Sequence[Role]) -> int:
-        """Replace the instances of these roles and return how many there were.
+        """Replace the instances of these roles and return how many instances were replaced.
 
-        Raises `RotationError` or `AdminRequestError` at the first one that could not be replaced.
+        Raises `RotationError` or `AdminRequestError` at the first instance that could not be replaced.
         """
         # Instances that are draining already will end anyway, and instances that join later are new.
         targets = [one for one in await self._source.instances() if one.role in roles and not one.draining]

@@ -195,8 +195,8 @@ class MemoryRegistryClient:
                 raise RegistryUnavailable(reason) from exc
 
     async def _send(self, message: Register | Leave) -> None:
-        """Send a message to the registry. A registration waits until the registry is connected; `Leave` raises
-        `PeerUnreachable` then.
+        """Send a message to the registry. If the registry is not connected, a registration waits until it is, and
+        `Leave` raises `PeerUnreachable`.
 
         A registry that cannot be reached loses the record anyway, when it ends or when the record expires.
         """

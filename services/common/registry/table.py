@@ -58,7 +58,7 @@ class RecordTable:
         return was_there
 
     def expire(self, now: float) -> bool:
-        """Remove the records that were not renewed until `now`. Return whether there was any."""
+        """Remove the records whose time has ended at `now` without a renewal. Return whether any was removed."""
         due = [row for row in self._rows.values() if row.record is not None and row.expires <= now]
         for row in due:
             row.record = None

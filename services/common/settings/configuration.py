@@ -121,8 +121,8 @@ def load_with(
 
 
 def merged(own: Sequence[Option], others: Sequence[Option]) -> list[Option]:
-    """Return the options of a command line that accepts `own` and `others`. Of several options with one name the first
-    counts.
+    """Return the options of a command line that accepts both `own` and `others`. Of several options with the same name
+    the first counts.
     """
     by_name: dict[str, Option] = {}
     for option in (*own, *others):

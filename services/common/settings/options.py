@@ -213,8 +213,8 @@ def _shape(hint: object) -> tuple[type, bool, bool, tuple[str, ...]]:
 
 
 def _items(given: object) -> list[object]:
-    """Return the items of a list option, given as a JSON array, as text with commas, or as a list in the configuration
-    file.
+    """Return the items of the value of a list option: it is given as a JSON array, as text with commas, or as a list in
+    the configuration file.
     """
     if isinstance(given, str):
         text = given.strip()

@@ -203,7 +203,7 @@ def _compiles_nothing(config: str) -> bool:
 
 def vllm_flag_advice(name: str) -> str | None:
     """Return what to use instead of `name`, a flag that vLLM has and Baton does not, as text for the user. Return None
-    if vLLM has not such a flag.
+    for any other flag.
     """
     positive = "--" + name.removeprefix("--no-") if name.startswith("--no-") else name
     for flag in vllm_flags():
