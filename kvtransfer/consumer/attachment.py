@@ -25,8 +25,8 @@ before the system reports its death.
 class TransportAttachment:
     """Chooses and owns the transport that carries the blocks of one connection to a producer: the best one of `ladder`
     that works, or only the transport `only` if it is set. Each attempt to attach a transport gets the next number, its
-    epoch, so that late messages of earlier attempts are recognized. It owns the transport's receiver; `ConsumerLink`
-    owns it. Use it only on the event loop.
+    epoch, so that late messages of earlier attempts are recognized. The connection (`ConsumerLink`) owns this object.
+    Use it only on the event loop.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class TransportAttachment:
         parts: int,
         only: Rung | None,
     ) -> None:
-        """Attach nothing yet. `welcome` is the producer's answer to `Hello`. `parts` is the number of parts in which
-        each block travels. `only` names the single transport to try; None allows all of `ladder`.
+        """Attach nothing yet. `channel` carries the messages to the producer, and `welcome` is its answer to `Hello`.
+        `parts` is the number of parts in which each block travels. `only` names the single transport to try; None
+        allows all of `ladder`.
         """
         self.transport: Transport | None = None
         self.receiver: Receiver | None = None
@@ -71,9 +72,8 @@ class TransportAttachment:
         return self.transport if epoch == self._epoch else None
 
     def stream(self, epoch: int) -> Stream | None:
-        """Return the channel of the transport that the attempt number `epoch` attached. Return None if the transport
-        has no channel of its own (its bytes come in messages or are copied from memory), or if it is not in use any
-        more.
+        """Return the channel of the transport that the attempt number `epoch` attached. Return None if that transport
+        is not in use any more, or has no channel of its own (its bytes come in messages or are copied from memory).
         """
         return self.receiver.stream if self.receiver is not None and epoch == self._epoch else None
 
@@ -96,7 +96,7 @@ class TransportAttachment:
 
     def demote(self, name: str, reason: str) -> bool:
         """Stop using the transport `name` for this producer until a probe has proved that it works again; `reason` is
-        logged. Return False, and do nothing, if it is not the one in use.
+        logged. If this transport is not in use, do nothing and return False.
         """
         if self.transport is None or self.transport.name != name:
             return False

@@ -195,8 +195,8 @@ class ConsumerSide:
                 self._apply(fetching, fetching.session.link_lost(reason, dead=dead, now=now))
 
     def _broken(self, link: ConsumerLink, transport: str, reason: str) -> None:
-        """Stop using `transport` on the connection `link`, because it delivers nothing more for the given `reason`. All
-        fetches that use it start another attempt, by another transport.
+        """Stop using `transport` on the connection `link`, because the transport delivers nothing more (`reason` says
+        why). All fetches that use it start another attempt, by another transport.
         """
         if not link.demote(transport, reason):
             return

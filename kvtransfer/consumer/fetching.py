@@ -113,15 +113,15 @@ class Fetching:
         return self.session.ticket
 
     def notify(self, step: Arrived) -> bool:
-        """Pass the hashes of newly arrived blocks to the caller's `on_blocks`. Return False if that callback raised:
-        then this fetch must end, but the node goes on.
+        """Pass the hashes of newly arrived blocks (`step`) to the caller's `on_blocks`. Return False if that callback
+        raised: then this fetch must end, but the node goes on.
         """
         names = list(step.names) if self.staged is None else self.staged.arrived(step.names)
         return self._on_blocks is None or not names or self._call("on_blocks", partial(self._on_blocks, names))
 
     def result(self, step: Succeed, now: float) -> FetchResult:
-        """Return the result that the caller of the fetch gets if it ends successfully at `now`, a time of the node's
-        clock.
+        """Return the result that the caller gets from a fetch that ends successfully with `step`. `now` is a time of
+        the node's clock.
         """
         session = self.session
         # CLOCK_MONOTONIC is common to all processes of a kernel. From another host, use the time when `Done` arrived

@@ -153,7 +153,7 @@ class ConsumerLink:
 
     @property
     def name(self) -> InstanceId:
-        """Return the instance id of the producer, or its address until it has answered."""
+        """Return the instance id of the producer; until the producer has answered, return its address."""
         return self.peer[0] if self.peer is not None else InstanceId(self.address)
 
     @property
@@ -209,14 +209,13 @@ class ConsumerLink:
 
     def demote(self, name: str, reason: str) -> bool:
         """Stop using the transport `name` for this producer until a probe has proved that it works again; `reason` is
-        logged. Return False, and do nothing, if it is not the one in use.
+        logged. If this transport is not in use, do nothing and return False.
         """
         return self._attachment is not None and self._attachment.demote(name, reason)
 
     def stream(self, epoch: int) -> Stream | None:
-        """Return the channel of the transport that the attempt number `epoch` attached. Return None if the transport
-        has no channel of its own (its bytes come in messages or are copied from memory), or if it is not in use any
-        more.
+        """Return the channel of the transport that the attempt number `epoch` attached. Return None if that transport
+        is not in use any more, or has no channel of its own (its bytes come in messages or are copied from memory).
         """
         return None if self._attachment is None else self._attachment.stream(epoch)
 
@@ -299,8 +298,8 @@ class ConsumerLink:
 
 
 def _resolve(future: "asyncio.Future[T] | None", value: T) -> None:
-    """Set the result of the future that waits for an answer of the producer. Ignore the answer if nothing waits for it
-    (None) or if it comes a second time.
+    """Set `value`, an answer of the producer, as the result of the future that waits for it. Ignore the answer if no
+    future waits (None), or if the future has a result already.
     """
     if future is not None and not future.done():
         future.set_result(value)

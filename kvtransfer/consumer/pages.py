@@ -72,9 +72,9 @@ class Pages:
 
 
 def make_pages(address: int, num_bytes: int) -> bool:
-    """Make the kernel allocate the physical pages of this range of mapped memory now (MADV_POPULATE_WRITE), so that a
-    later copy has no page faults. Return False if the kernel is too old or cannot do it for this kind of memory. Other
-    Python threads run meanwhile, because ctypes releases the GIL.
+    """Make the kernel allocate the physical pages of `num_bytes` of mapped memory from `address` on now
+    (MADV_POPULATE_WRITE), so that a later copy has no page faults. Return False if the kernel is too old or cannot do
+    it for this kind of memory. Other Python threads can run at the same time, because ctypes releases the GIL.
     """
     # madvise needs an address at the start of a page.
     begin = address - address % mmap.PAGESIZE

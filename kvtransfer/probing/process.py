@@ -141,9 +141,9 @@ async def _try(
 async def _measure(
     node: TransferNode, rung: Rung, plan: ProbePlan, memory: ProbeMemory, expected: NDArray[np.uint8]
 ) -> Verdict:
-    """Fetch the blocks by the transport `rung` once to warm up, then several times to measure the speed. After each
-    fetch, compare the content of `memory` with `expected`, because checksums of the transport are part of what is being
-    tested.
+    """Fetch the blocks of the probe to `node` by the transport `rung`, once to warm up, then several times to measure
+    the speed. After each fetch, compare the content of `memory` with `expected`, because checksums of the transport are
+    part of what is being tested.
     """
     passes = PASSES_DEVICE if plan.device else PASSES_HOST
     best = 0.0

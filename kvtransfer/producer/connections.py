@@ -29,7 +29,10 @@ class ConsumerConnections:
         on_message: Callable[[ProducerLink, ToProducer], None],
         on_lost: Callable[[ProducerLink, bool], None],
     ) -> None:
-        """Listen on the address of the node's settings. Raises `zmq.ZMQError` if the address is in use."""
+        """Listen on the address of the node's settings. Raises `zmq.ZMQError` if the address is in use. `on_message`
+        gets each message of a consumer, and `on_lost` each link that breaks (and whether the consumer's process has
+        ended).
+        """
         self._context = context
         self._on_message = on_message
         self._on_lost = on_lost

@@ -122,8 +122,8 @@ class HandoffTable:
         return ticket in self._cancelled
 
     def tombstone(self, key: SinkKey) -> ReleaseReason | None:
-        """Return the reason why this ticket of this consumer has ended, or None if it has not ended or is not
-        remembered.
+        """Return the reason why this ticket of this consumer has ended. Return None if it has not ended, or ended so
+        long ago that its tombstone was dropped.
         """
         return self._tombstones.get(key)
 

@@ -41,7 +41,8 @@ class SendQueue:
         taper_bytes: int | None = None,
         in_blocks: bool = False,
     ) -> None:
-        """Create an empty queue for parcels of at most `batch_bytes`.
+        """Create an empty queue for parcels of at most `batch_bytes`. At most `window_bytes` are in flight (None: no
+        limit).
 
         With `taper_bytes`, the first and the last parcels of a prompt are only about this large, because one end of the
         transfer waits while they are copied. None makes all parcels equally large. With `in_blocks`, a parcel that
@@ -64,8 +65,8 @@ class SendQueue:
         return self._travelling
 
     def add(self, ticket: TicketId, attempt: int, blocks: Sequence[tuple[int, int]], parts: int = 1) -> None:
-        """Queue blocks of a ticket for sending, in this order: pairs of the index in the fetch and the number in this
-        node's memory. With `parts` above 1, both count parts of blocks.
+        """Queue blocks of a ticket for sending, in this order, for the consumer's `attempt` to fetch them. Each pair is
+        the index in the fetch and the number in this node's memory; with `parts` above 1, both count parts of blocks.
         """
         queue = self._tickets.setdefault(ticket, deque())
         queue.extend((attempt, parts, index, block) for index, block in blocks)

@@ -121,8 +121,8 @@ class Succeed:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """An action that the state machine of a fetch requests: end the fetch with the error `fault`. No copy writes to its
-    blocks any more.
+    """An action that the state machine of a fetch requests: end the fetch with the error `fault`. At this time no copy
+    writes to the fetch's blocks any more.
     """
 
     fault: Fault

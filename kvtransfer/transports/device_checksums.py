@@ -64,8 +64,8 @@ def device_sums(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) ->
 
 
 def to_host(sums: Tensor) -> Tensor:
-    """Return a copy of checksums in pinned host memory, queued on the current stream. Read it only after the stream has
-    finished this copy.
+    """Queue a copy of the device's checksums `sums` to pinned host memory on the current stream, and return the copy.
+    Read it only after the stream has finished the copying.
     """
     if sums.device.type == "cpu":
         return sums

@@ -58,8 +58,8 @@ class HostBlocks:
         return self._view[block * self.block_bytes : (block + count) * self.block_bytes]
 
     def checksum(self, block: int) -> int:
-        """Return the xxh3_64 checksum of the block with this number. Raises `TransportUnavailable` if it does not
-        exist.
+        """Return the xxh3_64 checksum of the block with this number. Raises `TransportUnavailable` if the block does
+        not exist.
         """
         return copy_hash().checksums([self.address(block)], self.block_bytes)[0]
 
@@ -97,8 +97,8 @@ class HostSender:
         self._sums = request.sums
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return whether `prepare` is quicker than waking a thread: the parcel is small (`is_little`), or the checksums
-        of all its blocks are cached, so that no bytes are read.
+        """Return whether `prepare` of the parcel `chosen` is quicker than waking a thread: the parcel is small
+        (`is_little`), or the checksums of all its blocks are cached, so that no bytes are read.
         """
         return is_little or self._sums.knows(parts_of(self._memory, chosen.parts), chosen.to_sum())
 

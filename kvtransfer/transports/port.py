@@ -263,15 +263,15 @@ class Sender(Protocol):
         ...
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return whether `prepare` waits for no device and takes less time than waking a thread, so that it may run on
-        the event loop. `is_little` is True if the parcel has few bytes.
+        """Return whether `prepare` of the parcel `chosen` waits for no device and takes less time than waking a thread,
+        so that it may run on the event loop. `is_little` is True if the parcel has few bytes.
         """
         ...
 
     def prepare(self, chosen: ParcelContent) -> Prepared:
-        """Copy the blocks of a parcel to staging memory, if this transport needs that, and compute their checksums. It
-        runs in a worker thread, or on the event loop if `is_quick` allows it. Raises `TransportUnavailable` if the
-        transport broke.
+        """Copy the blocks of a parcel (`chosen`) to staging memory, if this transport needs that, and compute their
+        checksums. It runs in a worker thread, or on the event loop if `is_quick` allows it. Raises
+        `TransportUnavailable` if the transport broke.
         """
         ...
 
@@ -283,7 +283,7 @@ class Sender(Protocol):
         ...
 
     def taken(self, prepared: Prepared) -> None:
-        """Free the staging memory of a parcel, because the consumer has read it."""
+        """Free the staging memory of the parcel `prepared`, because the consumer has read its bytes."""
         ...
 
     def close(self) -> None:
@@ -294,8 +294,8 @@ class Sender(Protocol):
 
 
 class Transport(Protocol):
-    """One way of moving blocks between two nodes, such as `usm` or `zeromq`. Each node has one object for each
-    transport, for all its connections; it starts it once, and closes it when the node closes.
+    """One way of moving blocks between two nodes, such as `usm` or `zeromq`. Each node creates one object for each
+    transport, for all its connections. The node calls `start` once, and `close` when the node itself is closed.
     """
 
     @property
@@ -358,8 +358,8 @@ class Transport(Protocol):
         ...
 
     async def attach(self, welcome: Welcome, offer: Offer, target: ReceiveTarget) -> Receiver:
-        """Create the consumer's end from the producer's `offer`; `target` is where it writes blocks. Raises
-        `TransportUnavailable` with the reason if it cannot be used.
+        """Create the consumer's end from `offer`, the producer's answer; `welcome` describes the producer, and `target`
+        is where blocks are written. Raises `TransportUnavailable` with the reason if the transport cannot be used.
         """
         ...
 

@@ -235,8 +235,8 @@ async def _ask(offer: Offer) -> tuple[int, "MappingAnswer"]:
 
 
 async def _readable(connection: socket.socket) -> None:
-    """Wait until a socket can be read without blocking. asyncio cannot receive messages that carry file descriptors, so
-    the caller reads it itself.
+    """Wait until `connection` can be read without blocking. asyncio cannot receive messages that carry file
+    descriptors, so the caller reads the socket itself.
     """
     loop = asyncio.get_running_loop()
     ready: asyncio.Future[None] = loop.create_future()

@@ -52,8 +52,8 @@ class FrameSender(HostSender):
         self._inline_bytes = settings.inline_bytes
 
     def send(self, pieces: Sequence[Piece], prepared: Prepared, announce: Announce) -> None:
-        """Send the blocks of a small parcel (up to `inline_bytes`) in the message that announces them, and those of a
-        larger one behind it, one frame in each message.
+        """Send the blocks of a small parcel (up to `inline_bytes`) in the message that announces them. Send the blocks
+        of a larger parcel in later messages, one frame in each.
         """
         blocks = self.blocks.in_parts(prepared.parts)
         if len(pieces) * blocks.block_bytes <= self._inline_bytes:
@@ -62,8 +62,8 @@ class FrameSender(HostSender):
             announce([[], *([frame] for frame in self._frames(blocks, pieces))])
 
     def _frames(self, blocks: HostBlocks, pieces: Sequence[Piece]) -> Iterator[Buffer]:
-        """Return the frames that contain the blocks of a parcel, in order. Blocks that are neighbours in memory share
-        frames, so that small blocks need not mean small frames.
+        """Return the frames that contain the blocks of a parcel (`pieces`), in order. Blocks that are neighbours in
+        memory share frames, so that small blocks need not mean small frames.
         """
         step = frame_step(len(pieces) * blocks.block_bytes, blocks.block_bytes, self._frame_bytes)
         first = 0

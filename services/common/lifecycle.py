@@ -40,8 +40,8 @@ _CANCEL_INTERVAL_S = 0.1
 async def cancel_all(tasks: Iterable["asyncio.Task[Any]"]) -> None:
     """Cancel tasks and wait until all have ended, whether by the cancellation, an error or a result.
 
-    Tasks are cancelled repeatedly. Before Python 3.12, `asyncio.wait_for`, which libraries use too, loses a
-    cancellation that arrives in the same iteration of the event loop as the result it waits for.
+    Each task is cancelled again until it has ended: before Python 3.12, `asyncio.wait_for` loses a cancellation that
+    arrives in the same iteration of the event loop as the result that it waits for.
     """
     running = set(tasks)
     while running:

@@ -91,8 +91,8 @@ class ProcessSupervisor(ABC, Generic[R]):
         """
 
     def _taken_out(self, name: str, run: R) -> LocalError | None:
-        """Return an error if the process `name`, which has ended `run`, must not be restarted even if it has served
-        before; None if it may. Called after each run.
+        """Return an error if the process `name`, which has just ended (`run`), must not be restarted even if it has
+        served before. Return None if it may be restarted. Called after each run.
         """
         return None
 
@@ -110,8 +110,8 @@ class ProcessSupervisor(ABC, Generic[R]):
             self._tasks[name].add_done_callback(_log_bug)
 
     async def _wait_until(self, is_complete: Callable[[], Awaitable[bool]]) -> None:
-        """Call `is_complete` again and again until it returns True. Raises the error of a process that is not restarted
-        any more.
+        """Call `is_complete` again and again until it returns True. If a process fails so often that it is not
+        restarted any more, raise the error of this process.
         """
         while not await is_complete():
             for task in self._tasks.values():
@@ -182,6 +182,6 @@ def _log_bug(task: "asyncio.Task[None]") -> None:
 
 
 def end_reason(run: ProcessRun) -> str:
-    """Return how a process ended, such as `status 1` or `SIGKILL`."""
+    """Return how the process of `run` ended, such as `status 1` or `SIGKILL`."""
     assert run.status is not None, "the process still runs"
     return f"status {run.status}" if run.status >= 0 else signal.Signals(-run.status).name

@@ -119,8 +119,8 @@ class BlockQueue:
         answer.add_done_callback(partial(self._on_query_failed, queried))
 
     def _on_query_failed(self, queried: list[_Waiter], done: "asyncio.Future[_GrantedBlocks]") -> None:
-        """Let all handoffs of a query fail if the query itself failed: the engine has stopped, or the
-        command raised.
+        """Called when a query of the engine for free blocks is `done`. If the query itself failed, because the engine
+        has stopped or the command raised, let all handoffs that it asked for (`queried`) fail.
         """
         error = None if done.cancelled() else done.exception()
         if done.cancelled() or error is not None:
@@ -143,8 +143,8 @@ class BlockQueue:
         self._query_engine()
 
     def _settle(self, waiter: _Waiter, answer: Reservation | BaseException) -> None:
-        """Remove a handoff from the queue and pass `answer`, its reserved blocks or an error, to the task that waits
-        for it.
+        """Remove the handoff `waiter` from the queue and pass `answer`, its reserved blocks or an error, to the task
+        that waits for it.
         """
         if waiter in self._waiting:
             self._waiting.remove(waiter)
@@ -159,7 +159,9 @@ class BlockQueue:
 
 
 def _grant(engine: EnginePort, works: list[Work]) -> _GrantedBlocks:
-    """Reserve KV blocks for these prompts in order, until one needs more than are free. Runs in the engine thread."""
+    """Reserve KV blocks for the prompts of `works` in order, until one needs more blocks than are free. Runs in the
+    engine thread.
+    """
     answers: list[Reservation | RequestError] = []
     for work in works:
         try:

@@ -260,7 +260,8 @@ class InstanceModel:
         """Show the routers what was loaded by `load`, under its generation; without a loaded model, show a new
         generation that refuses requests.
 
-        The loaded model refuses requests if `pause_reason` is not empty.
+        The loaded model refuses requests if `pause_reason` is not empty. `is_sleeping` is the state that the instance
+        reports.
         """
         self.is_sleeping = is_sleeping
         if self._model is not None:
@@ -274,7 +275,7 @@ class InstanceModel:
         await self.on_published()
 
     def give_up(self, reason: str) -> None:
-        """End the process with an error that contains `reason`, because it has no model any more."""
+        """End the process with an error that contains `reason`, because the instance has no model any more."""
         self._on_fatal(InstanceError(reason))
 
     def _check_shape(self, model: ModelParts, weights: WeightsSource) -> None:

@@ -86,9 +86,9 @@ class GenerationObserver:
 async def generate(
     engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
 ) -> None:
-    """Compute the prompt and generate all sequences of a request on this instance; return when they have ended. First
-    `puller` fetches the cached prefix that `message` names from another instance, if it names one, and `reader` decodes
-    the prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
+    """Compute the prompt and generate all sequences of a request on this instance; return when they have ended. Before
+    that, `puller` fetches the cached prefix from the instance that `message` names, if any, and `reader` decodes the
+    prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
     """
     work = request.work
     await await_grammar(engine, request)

@@ -72,12 +72,12 @@ class ModelHost(Protocol):
         """Load the model files `weights`, which serve after the next `publish`. After an error nothing is loaded."""
 
     async def publish(self, *, is_sleeping: bool, pause_reason: str) -> None:
-        """Show the routers the loaded model, or that there is none, under a new generation. It refuses requests if
-        `pause_reason` is not empty.
+        """Show the routers the loaded model, or that there is none, under a new generation. Requests are refused if
+        `pause_reason` is not empty. `is_sleeping` is the state that the instance reports.
         """
 
     def give_up(self, reason: str) -> None:
-        """End the process with an error that contains `reason`, because it has no model any more."""
+        """End the process with an error that contains `reason`, because the instance has no model any more."""
 
 
 class ModelSwitch:

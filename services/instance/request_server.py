@@ -56,8 +56,8 @@ class RoleHandler(Protocol):
         """Return whether this role serves messages of this type (`Prefill`, `Decode` or `Generate`)."""
 
     def refused(self, message: RoleMessage, reason: str) -> None:
-        """Called for a request that this instance refuses because of `reason`. Fail its ticket, if it has one, so that
-        the other instance does not wait for the blocks.
+        """Called for a request that this instance refuses because of `reason`. If the request has a ticket, fail the
+        ticket, so that the other instance does not wait for the blocks.
         """
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:

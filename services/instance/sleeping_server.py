@@ -32,8 +32,8 @@ class SleepingServer(DrainableServer):
     """
 
     def __init__(self, identity: Identity, *, stats: EngineStats, router: RouterPort, reason: str) -> None:
-        """Refuse requests with `reason`. `stats` are the last statistics of the model: counters keep their values, and
-        present numbers such as free blocks become 0.
+        """Create a server that refuses requests with `reason`. `identity` is sent in its reports. `stats` are the last
+        statistics of the model: counters keep their values, and present numbers such as free blocks become 0.
         """
         super().__init__(router)
         self.identity = identity

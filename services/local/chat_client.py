@@ -102,7 +102,7 @@ class ChatClient:
         """Send the request `body` to the server's `path` and yield the text of its answer as it arrives. Closing the
         generator cancels the request.
 
-        Raises `AnswerError` if the server refuses it, or if the answer ends before it is complete.
+        Raises `AnswerError` if the server refuses the request, or if the answer ends before it is complete.
         """
         try:
             with self._client.stream("POST", path, json={**body, "stream": True}) as answer:

@@ -125,7 +125,9 @@ def say(text: str = "", *, end: str = "\n") -> None:
 
 
 class ServeProcess:
-    """Runs `baton serve` with the demo model on a free port. Its log is shown only if it does not start."""
+    """Runs `baton serve` with the demo model on a free port. The log of `baton serve` is shown only if
+    the start fails.
+    """
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None

@@ -113,7 +113,9 @@ def main(argv: Sequence[str], *, router: Sequence[Option], instance: Sequence[Op
 
 
 def _drain_timeout_s(given: GivenOptions) -> float:
-    """Return the longest time in seconds that any instance gives its running requests when the cluster stops."""
+    """Return the longest time in seconds that any instance gives its running requests when the cluster stops, by the
+    options `given`.
+    """
     defaults = [option.default for option in given.instance if option.name == "drain_timeout_s"]
     common = given.values.get("drain_timeout_s", *defaults)
     own = [section["drain_timeout_s"] for section in given.sections.values() if "drain_timeout_s" in section]

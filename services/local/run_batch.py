@@ -197,8 +197,8 @@ class BatchClient:
 
 
 def _custom_id(line: bytes) -> str:
-    """Return the `custom_id` of a line of the batch file that is not a valid request, or an empty string if it has
-    none.
+    """Return the `custom_id` of `line`, a line of the batch file that is not a valid request. Return an empty string if
+    the line has no `custom_id`.
     """
     try:
         return str(msgspec.json.decode(line)["custom_id"])

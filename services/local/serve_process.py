@@ -23,8 +23,8 @@ class NotStartedError(LocalError):
 
 
 def serve_command(*options: str) -> list[str]:
-    """Return the command line that runs `baton serve` with `options` on a free port. The process ends with the process
-    that starts it.
+    """Return the command line that runs `baton serve` with `options` on a free port. When this process ends, the
+    command is killed.
     """
     return module_command(
         "baton_serve.services.common.die_with_parent",

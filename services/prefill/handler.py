@@ -114,7 +114,9 @@ class PrefillHandler:
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
     async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
-        """Compute the prompt of a request; return when the engine keeps its blocks for the decode instance."""
+        """Compute the prompt of a request; return when the engine keeps its blocks for the decode instance. `observer`
+        sends the blocks as they are computed.
+        """
         await self._begin(request, message)
         # Shielded: the engine sets this future even after a cancellation, and `_free` must know whether the engine
         # still holds the blocks.
@@ -171,8 +173,8 @@ class PrefillHandler:
         released: "asyncio.Future[str]",
         computing: "asyncio.Future[None]",
     ) -> None:
-        """Wait until no copy reads the request's blocks any more (`released`), then free them. Count and log a failed
-        handoff.
+        """Wait until the task `computing` has ended and no copy reads the request's blocks any more (`released`), then
+        free the blocks. If the handoff failed, count and log that.
         """
         ticket = observer.ticket
         await asyncio.gather(computing, return_exceptions=True)

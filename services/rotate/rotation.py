@@ -24,7 +24,9 @@ POLL_S = 0.2
 
 
 class RotationError(RemoteError):
-    """No new instance took the place of a drained one in time. The remaining instances are left running."""
+    """No new instance took the place of a drained one in time. The instances that were not drained yet
+    go on serving.
+    """
 
 
 class InstanceDrainer(Protocol):

@@ -55,7 +55,9 @@ class DeviceSender:
         self._lanes = Lanes(blocks)
 
     def is_quick(self, chosen: ParcelContent, *, is_little: bool) -> bool:
-        """Return whether the engine has computed these blocks already, so that `prepare` does not wait."""
+        """Return whether the engine has computed the blocks of the parcel `chosen` already, so that `prepare` does not
+        wait. `is_little` is not used.
+        """
         return self._blocks.in_parts(chosen.parts).is_computed(chosen.blocks)
 
     def prepare(self, chosen: ParcelContent) -> Prepared:

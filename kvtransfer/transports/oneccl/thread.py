@@ -172,8 +172,8 @@ class PairThread:
 
     def _watch(self, seen: int = -1) -> None:
         """Give up the connection of the two processes if jobs wait and none has ended since the last check,
-        `stall_timeout_s` ago. `seen` is the number of jobs that had ended then. Otherwise check again after the same
-        time.
+        `stall_timeout_s` seconds ago; otherwise check again after the same time. `seen` is the number of jobs that had
+        ended at the last check.
         """
         if self._num_done >= self._num_waiting:
             self._watching = None

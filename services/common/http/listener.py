@@ -16,10 +16,10 @@ from baton_serve.services.common.http.slots import Slot, Slots
 
 
 def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:
-    """Return a TCP socket that is bound to the address and listens for connections; the caller closes it.
+    """Return a TCP socket that is bound to `host` and `port` and listens for connections; the caller closes it.
 
-    Without `listens` the socket only reserves the port. With `shares_port` other processes of this user may bind it
-    too. Raises `ConfigurationError`, which names the address, if it cannot be bound.
+    Without `listens` the socket only reserves the port. With `shares_port` other processes of this user may bind the
+    same port too. Raises `ConfigurationError`, which names the address, if the address cannot be bound.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     bound = socket.socket(family)
@@ -69,8 +69,9 @@ _LOG_EVERY_S = 10.0
 
 
 class Listener:
-    """Accepts connections on the socket `listening` and creates a protocol object for each by `protocol`, on the event
-    loop. It owns an accepted socket until it has passed it to its protocol. The caller owns and closes `listening`.
+    """Accepts connections on the socket `listening`, on the event loop, and creates a protocol object for each
+    connection by `protocol`. The listener owns each accepted socket until the protocol object has it. The caller owns
+    and closes `listening`.
     """
 
     def __init__(

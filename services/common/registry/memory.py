@@ -195,10 +195,9 @@ class MemoryRegistryClient:
                 raise RegistryUnavailable(reason) from exc
 
     async def _send(self, message: Register | Leave) -> None:
-        """Send a message to the registry. If the registry is not connected, a registration waits until it is, and
-        `Leave` raises `PeerUnreachable`.
-
-        A registry that cannot be reached loses the record anyway, when it ends or when the record expires.
+        """Send a message to the registry. If the registry is not connected, wait with `Register` until it is; with
+        `Leave` raise `PeerUnreachable`, because a registry that cannot be reached loses the record anyway when it
+        expires.
         """
         while True:
             assert self._socket is not None

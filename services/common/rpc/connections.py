@@ -199,10 +199,11 @@ class _Connection(asyncio.Protocol):
         timeouts: tuple[float, float] | None = None,
         log: LimitedLog | None = None,
     ) -> None:
-        """Prepare one end of a connection. `timeouts` are the longest times for the peer's preamble and between two
-        later reads, in seconds. `log` gets a line for a peer that is refused.
+        """Prepare one end of a connection. `tls` encrypts it (None: not encrypted). `timeouts` are the longest times
+        for the peer's preamble and between two later reads, in seconds. `log` gets a line for a peer that is refused.
 
-        Clients pass neither: their caller watches the connection itself, and logs the reason of its loss.
+        Clients pass neither `timeouts` nor `log`: their caller watches the connection itself, and logs the reason of
+        its loss.
         """
         self._on_message = on_message
         self._on_lost = on_lost
@@ -343,8 +344,8 @@ def _context_for(address: str, key: ClusterKey | None, *, is_server: bool) -> ss
 
 
 def _bound(family: int, where: str | tuple[str, int]) -> socket.socket:
-    """Return a socket that is bound to the address `where`, a path or a (host, port) pair. Raises `OSError` if the
-    address is in use.
+    """Return a socket of the address family `family` that is bound to the address `where`, a path or a (host, port)
+    pair. Raises `OSError` if the address is in use.
     """
     bound = socket.socket(family)
     try:

@@ -259,8 +259,8 @@ class _PrintHelp(argparse.Action):
 
 
 def _sources(options: list[Option], prefix: str) -> str:
-    """Return the paragraph of the help about environment variables and the configuration file. One of `options` is its
-    example.
+    """Return the paragraph of the help about environment variables, whose names begin with `prefix`, and the
+    configuration file. One of `options` is its example.
     """
     # A name with an underscore shows best how a flag becomes a variable.
     example = next((option for option in options if "_" in option.name and option.kind is not bool), options[0])

@@ -94,7 +94,7 @@ def load_with(
     description: str,
 ) -> Loaded[S]:
     """Do the same as `load`, but also accept the options `others`, which belong to processes that this one starts. If
-    an option of `cls` and one of `others` share a name, that of `cls` counts.
+    an option of `cls` and one of `others` share a name, the option of `cls` counts.
     """
     own = options_of(cls)
     reader = _Reader(

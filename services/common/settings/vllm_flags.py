@@ -173,8 +173,8 @@ def vllm_flags() -> Iterator[VllmFlag]:
 
 
 def option_value(flag: VllmFlag, value: str) -> object:
-    """Return the value that `flag`, given with `value`, sets for the option of Baton named `flag.option`; None if it
-    leaves the option as it is. Raises `ValueError` if the value is not valid JSON where it should be.
+    """Return the value that `flag`, given with `value`, sets for the option of Baton named `flag.option`; None if the
+    flag leaves the option as it is. Raises `ValueError` if the value should be JSON and is not.
     """
     if flag is LOW_BIT:
         # A data type instead of a format means that the weights stay as they are.

@@ -126,8 +126,8 @@ def _is_vllm(variable: str, text: str) -> bool:
 
 
 def _converted(convert: Callable[[str], str], text: str) -> str:
-    """Return `text`, the value of a variable of vLLM, as text for Baton's option. If `convert` cannot convert it,
-    return it as it is: the option then refuses it with an error.
+    """Return `text`, the value of a variable of vLLM, as text for Baton's option. If `convert` raises an error, return
+    `text` unchanged: the option then refuses it with an error for the user.
     """
     try:
         return convert(text)

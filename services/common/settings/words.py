@@ -54,7 +54,9 @@ def flag_words(name: str, value: object) -> list[str]:
 
 
 def _dashed(word: str) -> str:
-    """Return `--max_model_len=4` as `--max-model-len=4`. Underscores stay in the value and in keys after a dot."""
+    """Return `word` with dashes instead of underscores in the name of its flag: `--max_model_len=4` becomes
+    `--max-model-len=4`. Underscores stay in the value and in keys after a dot.
+    """
     if not word.startswith("--"):
         return word
     flag, equals, value = word.partition("=")

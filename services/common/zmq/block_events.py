@@ -83,8 +83,8 @@ class EventSubscriber:
         key: ClusterKey | None = None,
         context: "zmq.Context[zmq.Socket[bytes]] | None" = None,
     ) -> None:
-        """Connect only in `start`. `context` is the ZeroMQ context to use, which the caller owns and closes; None makes
-        one of its own.
+        """Connect only in `start`. `address` is that of the instance's `EventPublisher`. `context` is the ZeroMQ
+        context to use, which the caller owns and closes; None makes one of its own.
         """
         self._address = address
         self._generation = generation

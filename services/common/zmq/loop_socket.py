@@ -105,7 +105,8 @@ def new_socket(context: "zmq.Context[zmq.Socket[bytes]]", kind: int, *, queue_le
     """Return a new ZeroMQ socket of the type `kind` (such as `zmq.PUB`) that queues up to `queue_length` messages for
     each peer; the caller closes it.
 
-    It drops its queue when it is closed, limits the size of frames, and closes connections that do not answer a PING.
+    By default the socket drops queued messages when it is closed. It limits the size of frames, and closes connections
+    that do not answer a PING.
     """
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)

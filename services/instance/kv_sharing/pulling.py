@@ -113,8 +113,8 @@ class Puller:
         return len(arrived)
 
     async def _begin(self, import_id: RequestId, names: Sequence[BlockHash]) -> Sequence[tuple[BlockHash, int]]:
-        """Let the engine allocate blocks for those of `names` that it does not have, and return them as (hash, block
-        number). If this call is cancelled while it waits, undo the allocation.
+        """Let the engine allocate blocks for those of `names` that it does not have, under the id `import_id`, and
+        return them as (hash, block number). If this call is cancelled while it waits, undo the allocation.
         """
         begun = self._engine.call(lambda engine: engine.begin_import(import_id, names))
         try:

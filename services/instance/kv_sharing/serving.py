@@ -50,7 +50,7 @@ class KVSharing:
 
     async def ended(self, ticket: TicketId) -> None:
         """Wait until the transfer of this ticket is over. The ticket was given to an instance that takes the blocks of
-        this draining one; it may fetch before or after this call.
+        this draining one; that instance may fetch the blocks before or after this call.
         """
         await self._awaited.setdefault(ticket, asyncio.Event()).wait()
 
