@@ -30,7 +30,7 @@ class TransferObserver(Protocol):
     def moved(
         self, *, peer: InstanceId, transport: str, direction: Literal["received", "sent"], num_bytes: int
     ) -> None:
-        """Count `num_bytes` of blocks that were received from `peer`, or sent to it.
+        """Count `num_bytes` of blocks that were received from `peer`, or sent to it (`direction`), by `transport`.
 
         Sent bytes are counted when the ticket has ended.
         """
@@ -43,7 +43,9 @@ class TransferObserver(Protocol):
         ...
 
     def mismatched(self, *, peer: InstanceId, transport: str, blocks: int) -> None:
-        """Count `blocks` blocks or parts of blocks from `peer` whose bytes did not match their checksums on arrival."""
+        """Count `blocks` blocks or parts of blocks from `peer` whose bytes, sent by `transport`, did not match their
+        checksums on arrival.
+        """
         ...
 
     def probed(self, *, peer: InstanceId, transport: str, outcome: ProbeOutcome) -> None:

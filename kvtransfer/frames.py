@@ -200,12 +200,13 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Blocks(msgspec.Struct, frozen=True, tag="blocks"):
-    """Announce blocks (`parts` is 1) or parts of blocks. They exist, and do not move until the consumer releases them.
+    """Announce blocks (`parts` is 1) or parts of blocks. The blocks exist, and do not move until the consumer releases
+    them.
 
     A transport that uses this connection for the bytes sends them in order: a few bytes as frames of this message, more
     of them in `Bytes` messages that name the `parcel`, on the same connection. If `epoch` is set, the bytes come over
-    the separate channel of that attachment, in the order of these messages. The consumer must then read them even if it
-    no longer wants them, because the channel has no other way to skip them.
+    the separate channel of that attachment, in the order of these messages. The consumer must then read the bytes even
+    if it no longer wants the blocks, because the channel has no other way to skip them.
     """
 
     ticket: TicketField

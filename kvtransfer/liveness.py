@@ -33,8 +33,8 @@ class ProcessWatch:
         self._loop.add_reader(pidfd, self._died)
 
     def is_dead(self) -> bool:
-        """Return whether the watched process has ended, or `close` was called. It asks the kernel, so it may be True
-        before `on_death` was called.
+        """Return whether the watched process has ended, or `close` was called. The kernel is asked, so the result may
+        be True before `on_death` was called.
         """
         if self._fd < 0:
             return True

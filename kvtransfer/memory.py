@@ -81,8 +81,8 @@ def _counts_versions(kind: Any) -> bool:
 
 class PartitionedMemory:
     """Presents each block of `memory` as `count` smaller blocks of equal size that can travel one by one. Part `p` of
-    block `b` has the number `b * count + p`. It implements `DeviceMemory` if `memory` does. `version` returns None if
-    `memory` counts no versions.
+    block `b` has the number `b * count + p`. If `memory` implements `DeviceMemory`, this object does too. `version`
+    returns None if `memory` counts no versions.
     """
 
     def __init__(self, memory: BlockMemory, count: int) -> None:

@@ -115,8 +115,8 @@ class MonitoredSocket:
         return tracker  # type: ignore[no-any-return]
 
     def drain_monitor(self) -> None:
-        """Call `on_down` for each connection that has ended. `on_down` must first call `drain`, to handle messages that
-        arrived before the end.
+        """Call `on_down` for each connection that has ended. `on_down` must first call `drain`, which handles messages
+        that arrived before the connection ended.
         """
         while not self._is_closed and _is_readable(self._monitor):
             # The value is the file descriptor of a connection, or an error number, depending on the event.

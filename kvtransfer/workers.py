@@ -27,7 +27,9 @@ class Workers:
             thread.start()
 
     def submit(self, job: Job) -> None:
-        """Queue a function for the next free thread. It must not raise; it reports its result by `post`."""
+        """Queue the function `job` for the next free thread. The function must not raise; it reports its result by
+        `post`.
+        """
         self._jobs.put(job)
 
     def post(self, result: Callable[[], None]) -> None:

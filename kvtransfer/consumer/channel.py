@@ -71,8 +71,8 @@ class ProducerChannel:
 
     def widen(self, num_connections: int, secret: bytes) -> None:
         """Open more sockets to the producer, up to `num_connections` in all. `secret`, from the producer's `Welcome`,
-        proves that they belong to the same consumer. The producer sends over a new socket once its `Join` message has
-        arrived.
+        proves that the sockets belong to the same consumer. The producer sends over a new socket once that socket's
+        `Join` message has arrived.
         """
         for _ in range(num_connections - len(self._sockets)):
             joined = self._connected()

@@ -72,8 +72,8 @@ class ParcelCopier:
         context.workers.submit(run)
 
     def skip(self, link: ConsumerLink, message: Blocks, frames: Sequence[zmq.Frame]) -> None:
-        """Read and discard the bytes of announced blocks that are not wanted any more. They must be read, because later
-        bytes of the same channel lie behind them.
+        """Read and discard the bytes of announced blocks that no fetch wants any more. These bytes must be read,
+        because later bytes of the same channel lie behind them.
         """
         link.credit(sum(len(frame) for frame in frames))
         if not message.epoch and not frames:

@@ -43,8 +43,8 @@ class Translation:
 
 def plan(source: KVLayout, sink: KVLayout, *, first_block: int, num_tokens: int) -> list[TokenRun]:
     """Return the copies that fill all blocks of the consumer (`sink`), from block `first_block` of the sequence on,
-    with the first `num_tokens` tokens of the producer (`source`). They are in token order, and each lies within one
-    block of either end.
+    with the first `num_tokens` tokens of the producer (`source`). The copies are in token order, and each lies within
+    one block of the producer and one block of the consumer.
     """
     first = first_block * sink.block_tokens
     return list(_runs(source.block_tokens, sink.block_tokens, first, num_tokens))

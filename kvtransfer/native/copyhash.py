@@ -37,17 +37,21 @@ class CopyHash(Protocol):
     """
 
     def checksums(self, blocks: Sequence[int], size: int) -> list[int]:
-        """Return the xxh3_64 checksum of each block. `blocks` are the addresses of their first bytes."""
+        """Return the xxh3_64 checksum of each block. `blocks` are the addresses of their first bytes, and `size` is the
+        size of each in bytes.
+        """
         ...
 
     def copy(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> list[int]:
-        """Copy each block from its address in `sources` to the address at the same position in `destinations`. Return
-        the xxh3_64 checksum of each copied block.
+        """Copy each block of `size` bytes from its address in `sources` to the address at the same position in
+        `destinations`. Return the xxh3_64 checksum of each copied block.
         """
         ...
 
     def move(self, destinations: Sequence[int], sources: Sequence[int], size: int) -> None:
-        """Copy each block as `copy` does, but compute no checksum. The sources stay as they are."""
+        """Copy each block of `size` bytes from its address in `sources` to the address at the same position in
+        `destinations`, without a checksum. The sources stay as they are.
+        """
         ...
 
 

@@ -85,7 +85,7 @@ def main() -> None:
 
 
 async def serve(plan: ProbePlan, answer: SendAnswer) -> None:
-    """Serve every known block of the probe that is asked for, until this process is killed. `answer` sends this
+    """Serve the blocks of the probe `plan` to whoever asks for them, until this process is killed. `answer` sends this
     process's address to the parent process.
     """
     memory = memory_on(plan.device, plan.preload)

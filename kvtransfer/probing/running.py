@@ -56,8 +56,8 @@ class ProbeProcess:
 
     @classmethod
     async def start(cls, command: Sequence[str], plan: ProbePlan) -> "ProbeProcess":
-        """Start the process with this command line and send it the plan. Raises `ProbeFailedError` if it cannot be
-        started.
+        """Start the process with the command line `command` and send it `plan`, the task of the probe. Raises
+        `ProbeFailedError` if the process cannot be started.
 
         A thread starts it, because fork takes long in a process that has mapped much memory.
         """
@@ -153,8 +153,8 @@ class ProbeRunner:
         return bool(self._stuck)
 
     async def serve(self, plan: ProbePlan) -> tuple[ProbeProcess, str]:
-        """Start a process that serves the blocks of a probe, and return it with its address. The caller must pass it to
-        `end`. Raises `ProbeFailedError` if it does not start in time or crashes.
+        """Start a process that serves the blocks of the probe `plan`, and return (the process, its address). The caller
+        must pass the process to `end`. Raises `ProbeFailedError` if it does not start in time or crashes.
         """
         process = await ProbeProcess.start(self._command, plan)
         try:

@@ -114,8 +114,8 @@ class ProducerLink:
         return is_wanted and hmac.compare_digest(self.secret, join.secret)
 
     def join(self, identity: bytes, fd: int) -> None:
-        """Add a further connection of the same consumer, given by its ZeroMQ identity and file descriptor. It carries
-        only bytes of blocks.
+        """Add a further connection of the same consumer, given by its ZeroMQ identity and file descriptor (`fd`). The
+        new connection carries only bytes of blocks.
         """
         self.identities.append(identity)
         self.fds.add(fd)
@@ -194,8 +194,8 @@ class ProducerLink:
         return self._watch is not None and self._watch.is_dead()
 
     def lose(self) -> None:
-        """Free all attached transports, because the connection to the consumer is lost. Its process is watched until
-        `close`.
+        """Free all attached transports, because the connection to the consumer is lost. The consumer's process is still
+        watched until `close`.
         """
         self.is_up = False
         for name in {*self._attached_transports, *self._attaching}:

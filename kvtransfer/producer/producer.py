@@ -258,8 +258,8 @@ class ProducerSide:
             self._handoffs.bury(handoff)
 
     def _drain(self, handoff: Handoff, wait_s: float) -> None:
-        """Release the blocks of an ended ticket as soon as no frame that is being sent and no thread reads them. Check
-        now and, if necessary, again after `wait_s` seconds, which doubles each time.
+        """Release the blocks of an ended ticket (`handoff`) as soon as no frame that is being sent and no thread reads
+        them. Check now and, if necessary, again after `wait_s` seconds, which doubles each time.
         """
         if handoff.session.state is not ProducerState.DRAINING:
             return

@@ -116,8 +116,8 @@ class ProducerSession:
         return [ready, *self._serve_all()]
 
     def publish(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
-        """Serve blocks that are complete (hash, block number in this node's memory). They must not change until the
-        ticket is released. Return the actions to carry out.
+        """Serve blocks that are complete (hash, block number in this node's memory). The blocks must not change until
+        the ticket is released. Return the actions to carry out.
         """
         self._published.update(blocks)
         return self._serve(blocks)

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 
 class Progress:
-    """Records which blocks, and which parts of them, one fetch still lacks. Its `ConsumerSession` owns it."""
+    """Records which blocks, and which parts of them, one fetch still lacks. The `ConsumerSession` of the
+    fetch owns it.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         self.parts = 1

@@ -15,7 +15,9 @@ ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "c
 
 
 class Fault(StrEnum):
-    """Why a fetch failed. Its caller gets the exception that `fetching.ERROR_OF` has for this fault."""
+    """The reason why a fetch failed. The caller of the fetch gets the exception that `fetching.ERROR_OF` has for this
+    fault.
+    """
 
     LOST = "lost"
     TIMEOUT = "timeout"
@@ -111,8 +113,8 @@ class StopCopies:
 
 @dataclass(frozen=True, slots=True)
 class Succeed:
-    """An action that the state machine of a fetch requests: end the fetch successfully. `payload` is what the producer
-    passed to `finish`, at the time `finished_at` of its clock.
+    """An action that the state machine of a fetch requests: end the fetch successfully. The producer passed `payload`
+    to `finish`, at the time `finished_at` of the producer's clock.
     """
 
     payload: bytes

@@ -22,7 +22,7 @@ SAMPLE_WORDS = 512
 
 def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> list[int]:
     """Compute the checksums of the blocks with the numbers `chosen` on the device, on this thread's own stream, and
-    wait for them. With `sample`, each covers only a sample of the block's bytes. They contain no salt (see `new_salt`).
+    wait for them. With `sample`, each covers only a sample of the block's bytes. No salt (see `new_salt`) is added.
     """
     if not chosen:
         return []
@@ -36,8 +36,8 @@ def sums_of(blocks: DeviceBlocks, chosen: Sequence[int], *, sample: bool) -> lis
 
 def new_salt(*, sample: bool) -> int:
     """Return a random number (salt) that a sender adds to the checksums of a parcel and announces separately; the
-    receiver gets it back by subtracting its own checksums. Its lowest bit is `sample`: whether the checksums cover a
-    sample of the bytes only.
+    receiver gets it back by subtracting its own checksums. The lowest bit of the salt is `sample`: whether the
+    checksums cover only a sample of the bytes.
     """
     return secrets.randbits(61) * 2 + sample
 

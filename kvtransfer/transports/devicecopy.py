@@ -61,8 +61,8 @@ class DeviceBlocks:
         return int(self._module.get_device_properties(self.device).total_memory)
 
     def check(self, blocks: Sequence[int]) -> None:
-        """Raise `TransportUnavailable` if any of these block numbers does not exist. They may come from another
-        process.
+        """Raise `TransportUnavailable` if any of the block numbers `blocks` does not exist. Such numbers may come from
+        another process.
         """
         if blocks and not 0 <= min(blocks) <= max(blocks) < self.num_blocks:
             raise TransportUnavailable(f"blocks {min(blocks)} to {max(blocks)} are not all of {self.num_blocks}")
@@ -272,13 +272,13 @@ def _runtime() -> Any:
 
 
 def is_run(places: Sequence[int]) -> bool:
-    """Return whether these row numbers are consecutive and ascending, so that one copy moves all rows."""
+    """Return whether the row numbers `places` are consecutive and ascending, so that one copy moves all rows."""
     return all(place == places[0] + i for i, place in enumerate(places))
 
 
 def index_of(places: Sequence[int], device: torch.device) -> Tensor:
-    """Return row numbers as an int64 tensor on `device`, for kernels of the current stream. The copy to the device is
-    queued on this stream; the call does not wait for it.
+    """Return the row numbers `places` as an int64 tensor on `device`, for kernels of the current stream. The copy to
+    the device is queued on this stream; the call does not wait for it.
     """
     if device.type == "cpu":
         return torch.tensor(places)

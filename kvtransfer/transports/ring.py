@@ -27,7 +27,8 @@ BATCHES = 16
 
 class Ring:
     """Pinned host memory in a memfd with `num_slots` slots, each for one block. A producer copies blocks of a device to
-    it, and one consumer on the same host maps it. `RingSender` owns it; `close` frees it when no block is being copied.
+    the ring, and one consumer on the same host maps it. `RingSender` owns the ring; `close` frees the memory once no
+    block is being copied.
     """
 
     def __init__(self, memory: DeviceMemory, ring_bytes: int) -> None:

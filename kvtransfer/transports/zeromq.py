@@ -108,7 +108,7 @@ class FrameReceiver:
 
 class ZeromqTransport:
     """The transport `zeromq`: sends the bytes of blocks over the same ZeroMQ connections as the control messages, so it
-    reaches every host that they reach.
+    works between any two instances that can exchange messages.
     """
 
     name = "zeromq"

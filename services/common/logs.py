@@ -95,7 +95,7 @@ def configure_logs(
 
 
 def log_at(logger: logging.Logger, level: int, event: str, fields: dict[str, object], *, at: float) -> None:
-    """Log the event with `fields` at `level`, but with the time `at` (seconds since 1970) instead of the
+    """Log `event` with `fields` at `level` by `logger`, but with the time `at` (seconds since 1970) instead of the
     current time.
     """
     record = logger.makeRecord(logger.name, level, "", 0, event, (), None, extra={"fields": fields})

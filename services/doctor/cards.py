@@ -161,8 +161,8 @@ def check_visible(root: Path, environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def runtime_version(root: Path) -> tuple[int, int] | None:
-    """Return the version (year, week) of Intel's compute runtime by dpkg's database, or None if no package of it is
-    installed.
+    """Return the version (year, week) of Intel's compute runtime by dpkg's database below the folder `root`, or None if
+    no package of it is installed.
     """
     for package in RUNTIME_PACKAGES:
         if found := re.match(r"(\d+)\.(\d+)", installed_version(root, package)):
@@ -171,7 +171,9 @@ def runtime_version(root: Path) -> tuple[int, int] | None:
 
 
 def installed_version(root: Path, package: str) -> str:
-    """Return the version of a Debian package by dpkg's database, or "" if it is not installed."""
+    """Return the version of the Debian package `package` by dpkg's database below the folder `root`, or "" if it is not
+    installed.
+    """
     # The middle group skips the lines of one entry: it stops at the empty line that ends the entry.
     found = re.search(
         rf"^Package: {package}$(?:\n(?!\n).*)*?\nVersion: (\S+)", _text(root / "var/lib/dpkg/status"), re.MULTILINE

@@ -33,22 +33,22 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 def ok(check: str, message: str) -> Finding:
-    """Return the finding of a check that passed."""
+    """Return the finding of the check `check`, which has passed."""
     return Finding(check, "ok", message)
 
 
 def note(check: str, message: str, remedy: str = "") -> Finding:
-    """Return a finding that only informs; `remedy` is advice for machines on which it matters."""
+    """Return a finding of the check `check` that only informs; `remedy` is advice for machines on which it matters."""
     return Finding(check, "note", message, remedy)
 
 
 def warning(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding about something that may fail or be slow; `remedy` says what to do."""
+    """Return a finding of the check `check` about something that may fail or be slow; `remedy` says what to do."""
     return Finding(check, "warning", message, remedy)
 
 
 def problem(check: str, message: str, remedy: str) -> Finding:
-    """Return a finding about something that must be repaired; `remedy` says how. It makes the exit status of `baton
-    doctor` 1.
+    """Return a finding of the check `check` about something that must be repaired; `remedy` says how. It makes the exit
+    status of `baton doctor` 1.
     """
     return Finding(check, "problem", message, remedy)

@@ -56,7 +56,9 @@ class AdapterLoader:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel all running changes and wait until their tasks have ended. Their routers get no answer."""
+        """Cancel all running changes and wait until their tasks have ended. The routers that asked for them get no
+        answer.
+        """
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

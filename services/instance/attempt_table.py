@@ -208,8 +208,8 @@ def _trace_prompt(span: Span, info: FirstTokenInfo, at: float) -> None:
 
 
 def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport:
-    """Return the message that reports a finished prompt to its router: the times in the queue and of the computation,
-    and the numbers of cached and pulled tokens.
+    """Return the message that reports a finished prompt (`info`) to its router: the times in the queue and of the
+    computation, and the numbers of cached and pulled tokens.
     """
     cached: dict[Tier, int] = {"device": info.cached_tokens - info.host_tokens}
     if info.host_tokens:

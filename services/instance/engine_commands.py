@@ -47,7 +47,7 @@ class EngineCommands:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel running commands and wait for their end. Their routers get no answer."""
+        """Cancel running commands and wait for their end. The routers that sent the commands get no answer."""
         self._model.close()
         for task in self._tasks:
             task.cancel()

@@ -34,7 +34,9 @@ _decoder = Decoder[FirstTokens](FirstTokens, max_bytes=MAX_PAYLOAD_BYTES)
 
 
 def encode_first_tokens(tokens: list[FirstToken], *, since_end_s: float) -> bytes:
-    """Return the bytes that a prefill instance sends behind the last block of a handoff (see `FirstTokens`)."""
+    """Return the bytes that a prefill instance sends behind the last block of a handoff. `FirstTokens` describes the
+    content.
+    """
     return encode(FirstTokens(tokens, since_end_s))
 
 

@@ -73,8 +73,8 @@ logger = logging.getLogger(__name__)
 class HealthStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The answer of an instance to `GET /health`.
 
-    `links` show the transport from each other instance that sends KV blocks here and its measured speed, so that a slow
-    transport does not stay unnoticed.
+    `links` has one entry for each other instance that sends KV blocks here: the transport and its measured speed, so
+    that a slow transport does not stay unnoticed.
     """
 
     status: str

@@ -279,8 +279,8 @@ class InstanceModel:
         self._on_fatal(InstanceError(reason))
 
     def _check_shape(self, model: ModelParts, weights: WeightsSource) -> None:
-        """Raise `ModelError` if the new model has KV blocks of another layout, or another length limit, than the one
-        before.
+        """Raise `ModelError` if the KV blocks of the new `model` have another layout than those of the model before, or
+        if its length limit differs.
         """
         before, after = self._last_record, model.engine
         if msgspec.structs.replace(after.layout, fingerprint=before.layout.fingerprint) != before.layout:

@@ -133,10 +133,11 @@ class ModelSwitch:
                 raise ValueError(f"{command.action} is no action of a model")
 
     async def publish(self) -> None:
-        """Show the routers that the model has changed, a moment after the answer was sent. Do nothing without a change.
+        """Show the routers that the model has changed, a moment after the answer to the command was sent. Do nothing
+        without a change.
 
-        Routers close their connections when the generation changes. They learn of that from the registry, which the
-        answer does not pass through. A router that has lost the answer knows the result, but not its text.
+        Routers close their connections when they learn from the registry that the generation has changed, so the answer
+        is sent first. A router that has lost the answer knows the result, but not its text.
         """
         if self._is_changed:
             self._is_changed = False

@@ -61,8 +61,8 @@ class RoleHandler(Protocol):
         """
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
-        """Serve the request of `message` from start to end. Its resources must be free when this returns, raises or is
-        cancelled.
+        """Serve the request of `message` from start to end. The request's resources must be free when this returns,
+        raises or is cancelled.
         """
 
     def on_stats(self, stats: EngineStats) -> None:

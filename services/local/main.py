@@ -160,8 +160,8 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
 
 
 def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """Return the settings with the total numbers of instances of all replicas, and without decode instances if the
-    model computes vectors, such as an embedding model.
+    """Return the settings with the total numbers of instances of all replicas. If the model computes vectors (`kind`),
+    such as an embedding model, the number of decode instances becomes 0.
 
     Raises `ConfigurationError` if the remaining instances cannot serve the model.
     """

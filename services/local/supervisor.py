@@ -60,8 +60,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
     """Starts, watches and stops the processes of one local cluster. All methods run on the event loop. Its base class
     `ProcessSupervisor` starts a process again when it has died.
 
-    `processes` has the router first. With `forks`, instances are forked from its server. Until all processes have been
-    ready once, a process that keeps failing ends the start with an error. After that every process that dies is
+    `processes` has the router first. With `forks`, instances are forked from the fork server. Until all processes have
+    been ready once, a process that keeps failing ends the start with an error. After that every process that dies is
     restarted, without a limit, unless its device keeps hanging (`HangPolicy`). A restarted instance that is not ready
     within `timeouts.start_s` counts as hung, and is killed. So is a router that accepts connections and does not answer
     (`timeouts.router`).
@@ -183,8 +183,8 @@ class ClusterSupervisor(ProcessSupervisor[Child]):
         return False
 
     def _check_ready(self, child: Child) -> None:
-        """Kill a restarted instance that is still not ready after its time limit: a card that hung may also hang while
-        a model is loaded.
+        """Kill the restarted instance `child` if it is still not ready after its time limit: a card that hung may also
+        hang while a model is loaded.
         """
         if child.status is None and not child.is_ready and not self._stopping.is_set():
             waited = f"{child.name} is not ready within {self._timeouts.start_s:g} s (--start-timeout-s)"

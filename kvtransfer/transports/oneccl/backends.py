@@ -16,7 +16,7 @@ LEGACY_BINDINGS = "oneccl_bindings_for_pytorch"
 
 def host_backends(library_folder: str = "") -> list[Backend]:
     """Return the collective libraries that can move blocks in host memory: oneCCL's own library if it is installed (in
-    `library_folder`, or where pip installs it), then gloo if torch is.
+    `library_folder`, or where pip installs it), then gloo if torch is installed.
     """
     found: list[Backend] = []
     library = find_library(library_folder)
@@ -40,8 +40,8 @@ def device_backends(blocks: Any) -> list[Backend]:
 
 
 def device_backend(kind: str) -> str:
-    """Return the name of the collective library that torch has for a type of device, such as `nccl` for `cuda`. Raises
-    `TransportUnavailable` if it has none.
+    """Return the name of the collective library that torch has for the device type `kind`, such as `nccl` for `cuda`.
+    Raises `TransportUnavailable` if torch has none.
     """
     distributed: Any = importlib.import_module("torch.distributed")
     if kind == "cuda" and distributed.is_nccl_available():

@@ -301,8 +301,8 @@ class StagedReceiver(PairStream):
 
 
 class StagedArrival(DeviceArrival):
-    """A message that a `StagedReceiver` is receiving into staging memory. Its blocks are written when it is complete,
-    or not at all if the receiver was closed before.
+    """A message that a `StagedReceiver` is receiving into staging memory. The message's blocks are written when it is
+    complete, or not at all if the receiver was closed before.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class PairReceiver:
 
     def __init__(self, frames: Receiver, block_bytes: int) -> None:
         """Create a receiver for blocks of `block_bytes`. `frames` is the receiver that writes the arriving bytes of
-        each block to its destination. Set `thread` before the first parcel.
+        each block to its destination. The caller sets `thread` before the first parcel arrives.
         """
         self._frames = frames
         self._block_bytes = block_bytes

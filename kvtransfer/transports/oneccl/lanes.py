@@ -69,8 +69,8 @@ class Lanes:
         self._turn = 0
 
     def next(self) -> Lane:
-        """Return the lane for the next message. Its last message has ended, because at most `LANES` messages of the
-        pair are in flight.
+        """Return the lane for the next message. The last message that used this lane has ended, because at most `LANES`
+        messages of the pair are in flight.
         """
         if len(self._lanes) < LANES:
             # Created here, in the pair's thread, because `new_stream` sets the current device of the calling thread.

@@ -48,8 +48,8 @@ class OneCclUniqueId(ctypes.Structure):
 
 
 def find_library(folder: str = "") -> Path | None:
-    """Return the path of oneCCL's library in `folder` or, if that is empty, where pip installs it for this Python; None
-    if it is not there.
+    """Return the path of oneCCL's library in `folder` or, if `folder` is empty, where pip installs the library for this
+    Python. Return None if it is not there.
     """
     for place in (Path(folder),) if folder else (Path(sys.prefix, "lib"),):
         if (place / LIBRARY).exists():
@@ -190,8 +190,9 @@ class Api:
             self._joining.release()
 
     def exchange(self, function: str, parts: Sequence[memoryview], peer: int, communicator: ctypes.c_void_p) -> None:
-        """Send `parts` to rank `peer`, or receive them from it; `function` is the name of oneCCL's function. They are
-        one group of calls if the library can group calls, which needs a SYCL device.
+        """Send the buffers `parts` to rank `peer` of `communicator`, or receive them from it; `function` is the name of
+        oneCCL's function. The calls for all parts form one group if the library can group calls, which needs a SYCL
+        device.
         """
         call = getattr(self._library, function)
         is_group = len(parts) > 1 and self._has_groups

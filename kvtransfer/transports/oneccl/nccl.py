@@ -29,8 +29,8 @@ class NcclUniqueId(ctypes.Structure):
 
 
 class NcclChannel:
-    """A connection of two processes: a communicator of two ranks of NCCL, used through its own C API. They agree on its
-    id over `store`, a torch Store that only this pair uses.
+    """A connection of two processes: a communicator of two ranks of NCCL, used through NCCL's own C API. The processes
+    agree on the communicator's id over `store`, a torch Store that only this pair uses.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -113,8 +113,8 @@ class NcclApi:
         *,
         is_send: bool,
     ) -> None:
-        """Queue the sending of the tensors `parts` to rank `peer`, or their receiving, on the CUDA stream `stream`.
-        Several parts are one group of calls.
+        """Queue the sending of the tensors `parts` to rank `peer` of `communicator`, or their receiving, on the CUDA
+        stream `stream`. Several parts are one group of calls.
         """
         is_group = len(parts) > 1
         library = self._noting if is_group else self._library

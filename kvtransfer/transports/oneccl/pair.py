@@ -25,7 +25,9 @@ class Pair(Protocol):
     """
 
     def send(self, parts: Sequence[memoryview]) -> None:
-        """Send the buffers `parts` as one message to the other process. They may be changed when it returns."""
+        """Send the buffers `parts` as one message to the other process. The buffers may be changed when
+        this returns.
+        """
         ...
 
     def receive(self, parts: Sequence[memoryview]) -> None:
@@ -77,7 +79,8 @@ class Backend(Protocol):
         ...
 
     def join(self, address: bytes, secret: bytes, timeout_s: float) -> Pair:
-        """Connect to the producer as the consumer, with the address and secret of its `Meeting`. It blocks. It raises
-        `PairBrokenError` if that fails or takes longer than `timeout_s`; with some libraries it may never return.
+        """Connect to the producer as the consumer, with the address and secret of the producer's `Meeting`, and wait
+        for the connection. Raises `PairBrokenError` if that fails or takes longer than `timeout_s`; with some libraries
+        it may never return.
         """
         ...

@@ -60,8 +60,8 @@ class TorchMeeting:
 
 
 class TorchPair:
-    """A connection of two processes through torch.distributed, for host memory. Its tensors are views of the buffers
-    that are sent or received, so nothing is copied here.
+    """A connection of two processes through torch.distributed, for host memory. The tensors that it sends and receives
+    are views of the caller's buffers, so nothing is copied here.
     """
 
     def __init__(self, group: Group) -> None:

@@ -87,7 +87,7 @@ def allocate_cpus(host: HostCpus, roles: Sequence[Role]) -> list[CpuAllocation]:
 
 
 def _nodes(host: HostCpus) -> list[list[int]]:
-    """Return the cores of each NUMA node; the number of its first hardware thread stands for a core."""
+    """Return the cores of each NUMA node. Each core is represented by the number of its first hardware thread."""
     ordered = sorted(host.cpus, key=lambda cpu: (cpu.node, cpu.core, cpu.number))
     firsts = [next(cpus) for _, cpus in groupby(ordered, key=lambda cpu: (cpu.node, cpu.core))]
     return [[cpu.number for cpu in cpus] for _, cpus in groupby(firsts, key=lambda cpu: cpu.node)]

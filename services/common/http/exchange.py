@@ -306,8 +306,9 @@ class Exchange:
         return body[start:]
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:
-        """Return a piece of the body in the form in which it is sent: unchanged, as a chunk of the chunked encoding, or
-        empty if the response has no body. Raises `RuntimeError` if the body's length differs from its Content-Length.
+        """Return a piece of the response's body in the form in which it is sent: unchanged, as a chunk of the chunked
+        encoding, or empty if the response has no body. `is_last` says that no piece follows. Raises `RuntimeError` if
+        the body's length differs from its Content-Length.
         """
         if self._is_bodiless:
             return b""

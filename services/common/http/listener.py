@@ -185,8 +185,8 @@ class Listener:
                 logger.debug("a connection from %s has failed: %s", slot.address, failure)
 
     def _refuse(self, connection: socket.socket, address: str) -> None:
-        """Close a connection that has exceeded the limits of connections, after a response with status 503 if that
-        needs neither TLS nor waiting.
+        """Close a connection from `address` that has exceeded the limits of connections. Send a response with status
+        503 before, if that needs neither TLS nor waiting.
         """
         with connection:
             connection.setblocking(False)

@@ -35,7 +35,7 @@ class HttpProtocol(asyncio.Protocol):
     """One HTTP/1.1 connection of a client, on the event loop.
 
     Implements `services.common.http.exchange.HttpConnection` and `services.common.http.request_parser.RequestConsumer`.
-    Clients may send several requests without waiting (pipelining). They are answered one after the other.
+    Clients may send several requests without waiting (pipelining); the requests are answered one after the other.
     """
 
     def __init__(

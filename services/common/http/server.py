@@ -46,8 +46,8 @@ class HttpServer:
         root_path: str = "",
         limits: HttpLimits | None = None,
     ) -> None:
-        """Check the TLS files; listen only in `start`. `root_path` is a prefix of all paths (ASGI's root_path). Raises
-        `ConfigurationError` if the key or the certificate cannot be used.
+        """Check the TLS files; listen on `host` and `port` only in `start`. `root_path` is a prefix of all paths
+        (ASGI's root_path). Raises `ConfigurationError` if the key or the certificate cannot be used.
         """
         tls = tls or TlsFiles()
         _check_tls(tls)

@@ -35,8 +35,8 @@ class Encryption:
 
     def decrypt(self, data: bytes) -> bytes:
         """Decrypt `data`, the bytes that arrived, and return the plain bytes. Raises `ProtocolError` if the peer does
-        not have the key. Call it once with no bytes at the beginning, and send what `pending` returns after each call
-        until `is_ready`.
+        not have the key. At the beginning call this once with no bytes. Until `is_ready`, send what `pending` returns
+        after each call.
         """
         self._received.write(data)
         parts: list[bytes] = []

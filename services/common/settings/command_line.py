@@ -134,8 +134,8 @@ class CommandLine:
         return sorted((", ".join(flag.names), flag.outcome) for flag in flags)
 
     def knows(self, flag: str) -> bool:
-        """Return whether this command knows `flag`, a whole name such as `--max-model-len`: it accepts it, or refuses
-        it with advice.
+        """Return whether this command knows `flag`, a whole name such as `--max-model-len`: it accepts the flag, or
+        refuses it with advice.
         """
         return flag in self._parser._option_string_actions
 

@@ -21,8 +21,8 @@ _TASKS = Path("/proc/self/task")
 
 
 def pin_to_cores(settings: InstanceSettings) -> None:
-    """Name the calling thread, the engine thread, and bind it to the CPU cores of `--omp-threads-bind`; threads that it
-    starts inherit both.
+    """Give the calling thread, the engine thread, its name, and bind it to the CPU cores of `--omp-threads-bind`;
+    threads that it starts inherit both.
 
     Raises `StartFailed` if the process may not use one of these cores.
     """

@@ -27,8 +27,8 @@ class TimeSliceMemoryError(Exception):
 
 
 class TimeSliceMemory:
-    """The file of `--core-turns` in shared memory, in which each process on the same CPU cores has one row and
-    publishes when it computes. This process owns its row until it ends.
+    """The file of `--core-turns` in shared memory. Each process on the same CPU cores has one row in it, in which it
+    publishes when it computes. This process owns its row until the process ends.
     """
 
     def __init__(self, path: str) -> None:

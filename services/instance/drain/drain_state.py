@@ -43,7 +43,8 @@ class DrainController:
     ) -> None:
         """Prepare the drain of `serving`, the instance's server; running requests get `timeout_s` seconds.
         `migrate_out` moves the most used blocks to another instance. It is called once, after all requests have ended,
-        and must limit its own duration.
+        and must limit its own duration. `announce` shows the drain in the registry, and `request_stop` starts the
+        shutdown of the process.
         """
         self._migrate_out = migrate_out
         self._migrating: asyncio.Task[None] | None = None

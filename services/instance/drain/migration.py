@@ -84,8 +84,8 @@ class DrainMigration:
             logger.warning("cannot hand the most used KV blocks to another instance: %s", exc)
 
     def on_migration_tickets(self, message: MigrationTickets) -> None:
-        """Handle a router's answer to the offer: the tickets with which other instances will fetch the blocks; empty if
-        the router found no instance.
+        """Handle a router's answer to the offer of this instance's most used blocks: the tickets with which other
+        instances will fetch the blocks; empty if the router found no instance.
         """
         # A late or repeated answer of a router finds no open question.
         if self._migration_tickets is not None and not self._migration_tickets.done():

@@ -49,7 +49,9 @@ class StepLimit:
         return self.setting_s == 0
 
     def step_s(self, batch: BatchSize) -> float:
-        """Return how many seconds a step of this size (sequences and tokens) may take; infinity without a limit."""
+        """Return how many seconds a step with the sequences and tokens of `batch` may take; infinity
+        without a limit.
+        """
         if self.setting_s is not None:
             return self.setting_s or inf
         longest_s = self._longest_s.get(step_kind(batch))
@@ -70,7 +72,9 @@ class StepLimit:
         return _limit_s(longest_s) + self._first_extra_s(SIZE_CLASSES_TOKENS[-1])
 
     def record(self, batch: BatchSize, seconds: float) -> None:
-        """Record how many `seconds` a step of this size took, for the limits of later steps of about the same size."""
+        """Record how many `seconds` a step of the size `batch` took, for the limits of later steps of about the same
+        size.
+        """
         kind = step_kind(batch)
         before_s = self._longest_s.get(kind)
         # The duration of the first step does not count: if kernels were compiled in it, later steps are much shorter.
@@ -82,8 +86,8 @@ class StepLimit:
 
 
 def step_kind(batch: BatchSize) -> StepKind:
-    """Return (the size class of a step in tokens, whether it has prompt tokens). All steps of one kind have the same
-    limit.
+    """Return the kind of a step of the size `batch`: (its size class in tokens, whether it has prompt tokens). All
+    steps of one kind have the same limit.
     """
     return size_class(batch.num_tokens), batch.num_tokens > batch.num_sequences
 
