@@ -76,8 +76,8 @@ class MonitoredSocket:
     """Owns a ZeroMQ socket and its monitor, which reports the end of connections. It passes the frames of each message
     to `on_message`, and the value of each monitored event to `on_down`.
 
-    If only EVENT_DISCONNECTED is monitored, that value is the file descriptor of the connection. Use it only on the
-    event loop.
+    If only EVENT_DISCONNECTED is monitored, the value of an event is the file descriptor of the ended connection. Use
+    it only on the event loop.
     """
 
     def __init__(

@@ -148,7 +148,7 @@ class ParcelAssembly:
 
     @property
     def has_trouble(self) -> bool:
-        """Return whether blocks were found damaged or were abandoned since the last `pop_result`."""
+        """Return whether any block was found damaged or was abandoned since the last call of `pop_result`."""
         return bool(self._result.damaged or self._result.abandoned)
 
     def pop_result(self) -> CopyResult:

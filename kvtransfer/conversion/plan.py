@@ -31,8 +31,8 @@ class TokenRun:
 @dataclass(frozen=True, slots=True)
 class Translation:
     """Describes what a fetch asks of a producer whose `layout` differs. `names` are the producer's hashes of all its
-    blocks of the first `num_tokens` tokens of the sequence, and of the recurrent states after them. The fetch wants
-    this node's blocks from the one with the number `first_block` in the sequence to the end of these tokens.
+    blocks of the first `num_tokens` tokens of the sequence, and of the recurrent states after these tokens. The fetch
+    wants this node's blocks from number `first_block` of the sequence to the end of these tokens.
     """
 
     layout: KVLayout

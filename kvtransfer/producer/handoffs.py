@@ -78,8 +78,8 @@ class HandoffTable:
             del self._outcomes[oldest]
 
     def open(self, handoff: Handoff, released: "asyncio.Future[ReleaseReason]") -> None:
-        """Mark a handoff as opened by its owner, so that `find` returns it. The future `released` resolves when its
-        blocks may be freed.
+        """Mark a handoff as opened by the code that owns its blocks, so that `find` returns the handoff. The future
+        `released` resolves when these blocks may be freed.
         """
         handoff.released = released
         self._opened[handoff.key[0]] = handoff

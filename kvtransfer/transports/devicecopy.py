@@ -196,8 +196,8 @@ class HostArea:
         self._local = threading.local()
 
     def pin(self) -> None:
-        """Pin this memory until `close`, if the device is a CUDA device: others cannot pin existing memory. Copies to
-        memory that is not pinned go through pinned memory of torch.
+        """Pin this memory until `close`, if the device is a CUDA device; other kinds of devices cannot pin existing
+        memory. Copies to memory that is not pinned go through pinned memory of torch.
         """
         if self._device.type == "cuda":
             # Remember that it was registered here: only then must `close` unregister it.

@@ -45,7 +45,7 @@ class AnnounceOnly(HostSender):
 
 class HostReceiver:
     """The consumer's end of a transport: copies blocks out of a producer's memory that this process can address.
-    `stages` says that the producer frees that memory when it is notified.
+    `stages` says that the producer must be notified of the end of the copies, because it frees that memory then.
     """
 
     stream = None

@@ -24,8 +24,9 @@ Attributes = Mapping[str, str | bool | int | float]
 
 
 class Span:
-    """One span of a request's trace. This base class records nothing and only passes the trace context on. As a context
-    manager it ends with the block: at `over_at` if that is set, and with the error that leaves the block.
+    """One span of a request's trace. This base class records nothing and only passes the trace context on. In a `with`
+    statement the span ends with the block: at the time `over_at` if that is set, and with the error if the block raises
+    one.
     """
 
     is_recording = False
@@ -42,7 +43,9 @@ class Span:
         return dict(self._headers)
 
     def child(self, name: str, *, at: float | None = None) -> "Span":
-        """Start a span below this one, in the same process. `at` is its start (`time.monotonic()`); None means now."""
+        """Start a child span of this span, in the same process. `at` is its start (`time.monotonic()`);
+        None means now.
+        """
         return self
 
     def set(self, attributes: Attributes) -> None:

@@ -30,7 +30,7 @@ async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pi
 
 async def await_grammar(engine: EngineCalls, request: AttemptEntry) -> None:
     """Wait until the grammar (structured output) of a request is compiled, which may take seconds. Return immediately
-    without a grammar.
+    if the request has no grammar.
 
     The attempt then holds the compiled grammar until it ends. The request must be added to the engine only then: a step
     waits for the grammars of all its sequences. Raises `engine.errors.RequestError` if the grammar is invalid.

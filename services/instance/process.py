@@ -320,7 +320,7 @@ def check_transport(settings: InstanceSettings, role: Role) -> None:
 
 
 async def _do_nothing() -> None:
-    """Do nothing: stands for the renewal of the registry record without `--registry`."""
+    """Do nothing. Without `--registry` this function is called in place of the renewal of the registry record."""
 
 
 def device_label(settings: InstanceSettings, device: torch.device) -> str:

@@ -217,11 +217,12 @@ class DirectReceiver(PairStream):
 
 
 class DeviceArrival:
-    """A message of a collective library that is being received into a device's memory. Calling it waits for the end of
-    the message and reports its blocks.
+    """A message of a collective library that is being received into a device's memory. Calling this object waits for
+    the end of the message and reports its blocks.
 
-    `placements` are those of its parcel that were still wanted when the receive began, in the order of the parcel.
-    `staged` is the memory that the message is received into, or None if that is the destination blocks.
+    `placements` are the blocks of the parcel that were still wanted when the receive began, in the order of the parcel.
+    `staged` is the staging memory that the message is received into, or None if it is received into the destination
+    blocks.
     """
 
     def __init__(

@@ -145,7 +145,7 @@ class MemoryRegistryView:
 class MemoryRegistryClient:
     """Registers one instance with the registry that a router keeps in its memory. Implements `RegistryClient`.
 
-    Calls run one after the other, since an answer does not say which message it answers.
+    Calls run one after the other, since an answer of the registry does not say to which message it belongs.
     """
 
     def __init__(

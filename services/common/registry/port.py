@@ -45,7 +45,7 @@ class RegistryView(Protocol):
 
     def records(self) -> list[InstanceRecord]:
         """Return the records of all instances that have not expired, ordered by instance. While the registry does not
-        answer, return the last ones.
+        answer, return the records that were read last.
         """
 
     def is_connected(self) -> bool:

@@ -31,8 +31,9 @@ class RecordTable:
 
     def register(self, record: InstanceRecord, ttl_s: float, now: float) -> tuple[Generation, bool]:
         """Add or renew a record for `ttl_s` seconds from `now` on, unless a newer generation of the instance is
-        registered. Return two values: the generation that is valid now (another one than the record's if the record was
-        rejected, 0 if its process has left before), and whether any field except the load has changed.
+        registered. Return two values: the generation that is valid now, and whether any field except the load has
+        changed. If the record was rejected, that is another generation than the record's, or 0 if the record's process
+        has left before.
         """
         row = self._rows.setdefault(record.instance, _Row())
         if record.generation not in row.generations:

@@ -99,8 +99,8 @@ class HelpPages:
 
 
 def _shown(actions: Sequence[argparse.Action]) -> list[argparse.Action]:
-    """Return the options that help pages show. A flag that only sets an option back to its default is
-    not among them.
+    """Return those of `actions` (options) that help pages show. A flag that only sets an option back to its default is
+    left out.
     """
     return [action for action in actions if action.help != argparse.SUPPRESS]
 

@@ -16,7 +16,9 @@ _OF_A_SERVICE = re.compile(r"_SERVICE_(HOST|PORT)(_.*)?$|_PORT_\d+_(TCP|UDP)(_.*
 
 @dataclass(frozen=True, slots=True)
 class FromVllm:
-    """The values that vLLM's environment variables set here, by option of Baton, and sentences for the log."""
+    """The values that vLLM's environment variables set for options of Baton, by the name of the option, and sentences
+    about these variables for the log.
+    """
 
     values: dict[str, tuple[str, str]] = field(default_factory=dict)
     """The variable and its text, by option."""
