@@ -62,7 +62,7 @@ class Refused(RemoteTransferError):
 
 
 class SourceFailed(RemoteTransferError):
-    """The producer gave the transfer up: it called `fail()` or `cancel()`, or it shuts down."""
+    """The producer gave the transfer up: it called `TransferNode.fail` or `TransferNode.cancel`, or it shuts down."""
 
 
 class Incomplete(RemoteTransferError):

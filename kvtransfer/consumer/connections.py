@@ -105,9 +105,9 @@ class Connections:
         return await asyncio.shield(task)
 
     async def warm(self, address: str) -> None:
-        """Connect to the producer at `address` before the first fetch. If it is not reachable yet, retry until
-        `connect_timeout_s` is over, then raise `PeerLost`. Raises `Refused` if it rejects this node, and
-        `TransportUnavailable` if no transport works.
+        """Connect to the producer at `address` before the first fetch. If the producer is not reachable yet, retry
+        until `connect_timeout_s` is over, then raise `PeerLost`. Raises `Refused` if the producer rejects this node,
+        and `TransportUnavailable` if no transport works.
         """
         timeout_s = self._context.settings.connect_timeout_s
         deadline = self._context.loop.time() + timeout_s

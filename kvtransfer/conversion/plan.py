@@ -63,8 +63,8 @@ def plan_states(source: KVLayout, sink: KVLayout, *, num_tokens: int) -> list[To
 
 
 def _runs(source_size: int, sink_size: int, start: int, end: int) -> Iterator[TokenRun]:
-    """Divide the tokens (or bytes) from `start` to `end` wherever a block ends on either side. `source_size` and
-    `sink_size` are the tokens (or bytes) of one block of each side.
+    """Divide the range of tokens (or bytes) from `start` to `end` at each place where a block of the producer or of the
+    consumer ends. `source_size` and `sink_size` are the tokens (or bytes) of one block of each.
     """
     while start < end:
         # A run ends where a block ends on either side: each run is one copy within one block of both.

@@ -181,7 +181,7 @@ def _ticket(name: str, plan: ProbePlan) -> Ticket:
 
 def _end_with_parent() -> None:
     """Wait until stdin closes, then exit this process. The parent keeps stdin open as long as it needs this process; if
-    the parent is killed, it closes too.
+    the parent is killed, stdin closes too.
     """
     while os.read(sys.stdin.fileno(), 4096):
         pass

@@ -19,7 +19,7 @@ class ConsumerConnections:
     """Accepts connections of consumers to one node, and finds the `ProducerLink` to which a message or a broken
     connection belongs. Use it only on the event loop. `on_message` receives each message of an accepted consumer.
     `on_lost` is called for each link that breaks; its second argument is True if the consumer's process has ended. If
-    the process of an already lost link ends later, it is called once more.
+    that process ends only after the link was lost, `on_lost` is called a second time.
     """
 
     def __init__(

@@ -114,8 +114,8 @@ class ProducerLink:
         return is_wanted and hmac.compare_digest(self.secret, join.secret)
 
     def join(self, identity: bytes, fd: int) -> None:
-        """Add a further connection of the same consumer, given by its ZeroMQ identity and file descriptor (`fd`). The
-        new connection carries only bytes of blocks.
+        """Add a further connection of this link's consumer, given by its ZeroMQ identity and file descriptor (`fd`).
+        The new connection carries only bytes of blocks.
         """
         self.identities.append(identity)
         self.fds.add(fd)
@@ -320,7 +320,7 @@ class ProducerLink:
 
 def refusal(context: NodeContext, hello: Hello) -> Refuse | None:
     """Return the message that rejects the consumer that sent `hello`, because its protocol or its layout does not fit.
-    Return None if it can be served.
+    Return None if the consumer can be served.
     """
     if hello.protocol != PROTOCOL:
         return Refuse(f"this node speaks protocol {PROTOCOL}, the peer {hello.protocol}")

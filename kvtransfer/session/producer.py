@@ -139,8 +139,8 @@ class ProducerSession:
         return self._done()
 
     def again(self, message: Again, now: float) -> list[ProducerStep]:
-        """Serve blocks or parts again, whose bytes did not match their checksums at the consumer. Return the actions to
-        carry out.
+        """Serve blocks or parts again, because their bytes did not match their checksums at the consumer; `message`
+        names them. Return the actions to carry out.
         """
         if self.state is not State.STREAMING or message.attempt != self.attempt or self._fetch is None:
             return []
@@ -173,8 +173,8 @@ class ProducerSession:
         return []
 
     def give_up(self, reason: ReleaseReason, message: str) -> list[ProducerStep]:
-        """Stop serving the ticket because this node failed, cancelled or closed it, or a deadline passed. Report
-        `message` to the consumer. Return the actions to carry out.
+        """Stop serving the ticket for `reason`: this node failed the ticket, cancelled it or closes, or a deadline
+        passed. Report `message` to the consumer. Return the actions to carry out.
         """
         if Trigger.GIVE_UP not in PRODUCER[self.state]:
             return []
@@ -251,7 +251,7 @@ class ProducerSession:
 
     def _serve(self, blocks: Sequence[tuple[BlockHash, int]]) -> list[ProducerStep]:
         """Return the actions that send those of the complete `blocks` (hash, block number) that the consumer asks for.
-        Of a block whose parts were sent in part, send only the other parts.
+        If some parts of a block were sent before, only its other parts are sent.
         """
         if self.state is not State.STREAMING:
             return []

@@ -298,6 +298,6 @@ async def _start_and_serve(
 
 
 def print_error(program: str, error: BaseException) -> None:
-    """Print `PROGRAM: ERROR` as one line on stderr."""
+    """Print `PROGRAM: ERROR` as one line on stderr, with the name `program` and the text of `error`."""
     sys.stderr.write(f"{program}: {' '.join(str(error).split()) or type(error).__name__}\n")
     sys.stderr.flush()

@@ -20,7 +20,8 @@ async def check_transports(facts: ProbeFacts | None, timeout_s: float) -> AsyncI
     """Test every transport for KV blocks and yield a finding for each. `facts` are those of `device_probe`, or None if
     it was not run. Each test may take `timeout_s` seconds.
 
-    Blocks are sent between the first two devices, from the only device to itself, or without a device in host memory.
+    Blocks are sent between the first two devices. If the machine has only one device, they are sent from it to itself,
+    and without any device between two places of host memory.
     """
     # kvtransfer needs packages of instances, which a machine that only runs a router may lack.
     try:

@@ -98,7 +98,7 @@ class InstanceModel:
 
     @property
     def model(self) -> ModelParts | None:
-        """Return the parts of the model that requests use now; None while the instance sleeps or loads."""
+        """Return the parts of the loaded model, which requests use now; None while the instance sleeps or loads."""
         return self._model if self._model is not None and self._model.identity == self.identity else None
 
     def engine_thread(self) -> EngineThread[Engine]:

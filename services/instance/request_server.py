@@ -247,7 +247,7 @@ class RequestServer(DrainableServer):
 
     def _take_snapshot(self, router: RouterId) -> None:
         """Send a router all block hashes that the engine caches, with the number of the last published batch of changes
-        that they contain.
+        that these hashes contain.
 
         The engine's answer is handled before the changes of any later step are published, so that the number is exact.
         """

@@ -35,7 +35,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceState(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of an instance's own /health that `baton rotate` needs: `routers` and `requests` are numbers."""
+    """The fields of an instance's own /health that `baton rotate` needs. `routers` is the number of connected routers,
+    and `requests` the number of running requests.
+    """
 
     status: str
     generation: int

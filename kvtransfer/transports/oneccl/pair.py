@@ -45,7 +45,7 @@ class Pair(Protocol):
 
 class Meeting(Protocol):
     """The producer's half of connecting two processes by a collective library: the address at which the consumer joins,
-    and the secret that it needs. Both are sent to the consumer.
+    and the secret that the consumer needs. Both are sent to the consumer.
     """
 
     @property

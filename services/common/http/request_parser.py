@@ -62,8 +62,8 @@ class RequestParser:
     """
 
     def __init__(self, consumer: RequestConsumer, *, max_head_bytes: int, clock: Callable[[], float]) -> None:
-        """Create a parser that passes requests to `consumer`. Heads may have `max_head_bytes`. `clock` returns the
-        event loop's time in seconds.
+        """Create a parser that passes requests to `consumer`. The head of a request may have at most `max_head_bytes`.
+        `clock` returns the event loop's time in seconds.
         """
         self.head_since: float | None = None
         """Time at which an incomplete head began; None if there is none."""

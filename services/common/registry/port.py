@@ -49,7 +49,7 @@ class RegistryView(Protocol):
         """
 
     def is_connected(self) -> bool:
-        """Return whether the registry answered the last time it was read."""
+        """Return whether the registry answered when its records were read last."""
 
     async def close(self) -> None: ...
 

@@ -131,7 +131,8 @@ class MessageServer:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, address: str) -> str:
-        """Listen on `address` and return the address at which routers connect. Raises `OSError` if it is in use.
+        """Listen on `address` and return the address at which routers connect. Raises `OSError` if the address is in
+        use.
 
         With a key, TCP is encrypted, and only processes that have the key are accepted. On a Unix socket only processes
         of this user and of root are accepted.

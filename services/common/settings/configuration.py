@@ -251,8 +251,8 @@ class _Reader:
         return _Read(given, in_file.sections, notes)
 
     def _variables(self, environ: Mapping[str, str]) -> dict[str, object]:
-        """Return the option values that environment variables of this role, such as `BATON__ROUTER__PORT`, set. An
-        empty variable counts as not set.
+        """Return the option values that are set by environment variables of this role, such as `BATON__ROUTER__PORT`.
+        An empty variable counts as not set.
 
         Raises `ConfigurationError` for an unknown variable, also for one of an unknown role.
         """

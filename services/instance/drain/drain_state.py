@@ -77,7 +77,9 @@ class DrainController:
             await self._announce()
 
     async def finish(self) -> None:
-        """Wait until all requests have ended and the most used blocks have been moved to another instance."""
+        """Wait until all requests have ended, and then until the most used blocks have been moved to
+        another instance.
+        """
         await self._serving.drain(self._timeout_s)
         # An operator's drain and the shutdown may both call this: the blocks are handed on only once. The shield keeps
         # the hand-over running if one of the two callers is cancelled.
