@@ -28,8 +28,9 @@ class SendBatch:
 
 
 class SendQueue:
-    """Decides which blocks a producer sends next by one transport of one connection. `window_bytes` bounds the bytes in
-    flight. If it is None, nothing waits for credit, because the transport does not send bytes that could pile up.
+    """Decides which blocks a producer sends next by one transport of one connection. At most `window_bytes` are in
+    flight; more are sent when the consumer returns credit. If `window_bytes` is None, blocks never wait for credit,
+    because the transport sends no bytes that could pile up at the consumer.
     """
 
     def __init__(

@@ -120,12 +120,11 @@ class ProcessSupervisor(ABC, Generic[R]):
             await asyncio.sleep(_POLL_S)
 
     async def _stop(self, *groups: tuple[Iterable[str], float | None]) -> None:
-        """Stop the processes: send SIGTERM to one group of names after the other, then kill each process that still
-        runs.
+        """Stop the processes: send SIGTERM to one of `groups` after the other, then kill each process that still runs.
 
-        The second member of each group is the longest time in seconds (None: without limit) to wait after its signal,
-        until the processes of this group and of those before it have exited. All processes are killed if the caller
-        cancels this.
+        Each group is (names of processes, longest time in seconds to wait after its signal; None: without limit). The
+        wait ends earlier when the processes of this group and of those before it have exited. If the caller cancels
+        this, all processes are killed.
         """
         self._stopping.set()
         stopped: list[str] = []

@@ -105,9 +105,9 @@ class _Program:
 
 
 class ForkLauncher:
-    """Starts processes as forks of a server process that has already imported the modules `preload` and `modules`, so
-    that they start faster; each process calls `main(argv)` of `module`. Modules that do not exist are skipped. If the
-    server cannot be started or forked, the launcher `otherwise` is used.
+    """Starts processes as forks of a server process (fork server) that has already imported the modules `preload` and
+    `modules`, so that they start faster; each process calls `main(argv)` of `module`. Modules that do not exist are
+    skipped. If the fork server cannot be started or forked, the launcher `otherwise` is used.
     """
 
     def __init__(

@@ -103,7 +103,9 @@ def connect_redis(url: str) -> redis.asyncio.Redis:
 
 
 class _Script(Protocol):
-    """A Lua script that is registered with a Redis client; redis-py's stubs lack its types."""
+    """The type of a Lua script that is registered with a Redis client. It is declared here because the type stubs of
+    redis-py lack it.
+    """
 
     async def __call__(self, *, keys: list[str], args: list[bytes | str | int]) -> object: ...
 

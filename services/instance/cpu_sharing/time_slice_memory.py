@@ -34,7 +34,7 @@ class TimeSliceMemory:
     def __init__(self, path: str) -> None:
         """Open the file at `path` and create it if it is missing.
 
-        Raises `TimeSliceMemoryError` if it cannot be used or if all rows are taken.
+        Raises `TimeSliceMemoryError` if the file cannot be used or if all of its rows are taken.
         """
         size = MAX_PROCESSES * WORDS_PER_ROW * 8
         try:
