@@ -190,8 +190,9 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """A block, or a part of one: its number in the fetch, its number in the producer's memory, and the xxh3_64 of its
     bytes.
 
-    Part `p` of the block at position `i` of `Fetch.names` has the number `i * parts + p`, with `parts` from the
-    message. Numbers in the producer's memory are built in the same way. `checksum` is None if the piece is not checked.
+    `index` is `i * parts + p` for part `p` of the block at position `i` of `Fetch.names`, with `parts` of the message
+    `Blocks` that holds the piece. `source` is `s * parts + p` if the block is number `s` in the producer's memory.
+    `checksum` is None if the piece is not checked.
     """
 
     index: Natural

@@ -78,9 +78,7 @@ class PackageLayers:
     """The operations of `LayerKernels` that the package `vllm-xpu-kernels` also has: RMSNorm, and SiLU(gate) * up."""
 
     def __init__(self, import_module: Callable[[str], Any] = importlib.import_module) -> None:
-        """Import the package, which registers its operations with torch. Raises whatever the import of the package
-        raises.
-        """
+        """Import `vllm-xpu-kernels`, which registers its operations with torch. Raises whatever this import raises."""
         import_module(f"{PACKAGE}._C")
         self._operations: Any = torch.ops._C
 

@@ -187,8 +187,8 @@ def option_value(flag: VllmFlag, value: str) -> object:
 
 
 def _compiles_nothing(config: str) -> bool:
-    """Return whether vLLM's compilation config (JSON text) turns compilation or graphs off: `0`, or `{"cudagraph_mode":
-    "NONE"}`. Raises `ValueError` if it is neither a number nor an object.
+    """Return whether vLLM's `--compilation-config` (JSON text) turns compilation or graphs off: the number 0, or an
+    object whose `level` or `mode` is 0 or whose `cudagraph_mode` is NONE. Raises `ValueError` for other types of JSON.
     """
     known = json.loads(config)
     # `-O3` is short for the level alone.

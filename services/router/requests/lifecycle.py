@@ -306,7 +306,8 @@ class RequestLifecycle:
             self.on_error(exc)
 
     def _start_or_wait(self, unfinished: list[TokenSequence], num_replays: int) -> None:
-        """Choose instances for sequences and send the sequences to them, or wait until an instance comes. Raises
+        """Choose instances for the `unfinished` sequences and send them there. If none can take them, begin to wait: a
+        change of the cluster tries again. `num_replays` is how often these sequences were replayed before. Raises
         `ApiError` if waiting is useless or the owner rejects the request.
         """
         no_capacity = self._start_attempt(unfinished, num_replays)

@@ -16,8 +16,9 @@ LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 
 @triton.jit
 def tile_rows(block, start, head, block_rows, head_rows: tl.constexpr, block_tokens: tl.constexpr):
-    """Return the row of the cache, seen as rows of head_dim, that holds the keys of one head for the tokens from
-    `start` on. `block` is the KV block that holds `start`. Values lie one plane further.
+    """Return the number of the row that holds the key of token `start` for one head, with the KV cache seen as rows of
+    head_dim elements. The rows behind it hold the next tokens of the KV block `block`. The value of a token lies one
+    plane (all keys of a layer in a block) behind its key.
     """
     return block * block_rows + head * head_rows + start % block_tokens
 

@@ -208,7 +208,7 @@ def _theta(known: _Stated) -> float | None:
 
 def _stretch(known: _Stated) -> StretchedRope | str | None:
     """Return the parameters by which rotary frequencies are stretched as in Llama 3.1, or None if they are not changed.
-    Return a string for any other change: then transformers must load the model."""
+    Return a string, the kind of change, for any other one: then transformers must load the model."""
     # Newer and older field together: it is not defined which one counts.
     if known.rope_parameters is not None and known.rope_scaling is not None:
         return "two statements"

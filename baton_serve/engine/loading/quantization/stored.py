@@ -57,8 +57,8 @@ class StoredModel:
         self.layers = {name: parts for name, parts in self.layers.items() if not is_within(name, modules)}
 
     def names(self) -> Tensors:
-        """Return the names of the model's parameters that can be read from this checkpoint. The functions in the result
-        must not be called."""
+        """Return a mapping whose keys are the names of all parameters of the model that this checkpoint holds. Only
+        its keys may be used: those of quantized layers have no usable reader, because their codes are read elsewhere."""
         return {**self.plain, **{layer + self.form.target: _unread for layer in self.layers}}
 
 

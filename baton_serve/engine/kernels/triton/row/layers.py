@@ -217,8 +217,9 @@ def row_layers(
 
 
 def resident(registers: int, shared: int, warps: int, limits: dict[str, int]) -> int:
-    """Return how many programs of a kernel one processor runs at the same time. Each needs `registers` for each thread,
-    in multiples of eight, and `shared` bytes of shared memory with one kilobyte that the device adds.
+    """Return how many programs of a kernel one multiprocessor (SM) runs at the same time. `registers` are those of a
+    thread, rounded up here to a multiple of eight. `shared` is the shared memory of a program in bytes; one KiB, which
+    the device takes for each program, is added here. `limits` are Triton's properties of the device.
     """
     threads = warps * limits["warpSize"]
     by_registers = limits["max_num_regs"] // (-(-registers // 8) * 8 * threads)
