@@ -58,7 +58,7 @@ class StoredModel:
 
     def names(self) -> Tensors:
         """Return a mapping whose keys are the names of all parameters of the model that this checkpoint holds. Only
-        its keys may be used: those of quantized layers have no usable reader, because their codes are read elsewhere."""
+        its keys may be used: those of quantized layers cannot be called; their codes are read elsewhere."""
         return {**self.plain, **{layer + self.form.target: _unread for layer in self.layers}}
 
 
