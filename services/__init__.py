@@ -1,1 +1,1 @@
-"""Baton's processes: router, prefill, decode, unified, and `baton serve`, which starts them all on one machine."""
+"""Baton's processes: router, prefill, decode, unified, encode, and `baton serve`, which starts all on one machine."""

@@ -67,9 +67,9 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "model.source.download.cache.size": {"type": "string", "pattern": "^[0-9]+(Mi|Gi|Ti)$"},
     "maxUnavailable": {"type": ["integer", "string"]},
 }
-MODEL_BLOCKS = ["model", "gpu", "engine", "prefill", "decode", "unified"]
+MODEL_BLOCKS = ["model", "gpu", "engine", "prefill", "decode", "unified", "encode"]
 """Blocks of the values that an entry of `models` may replace."""
-RESERVED_NAMES = ["main", "router", "redis", "prefill", "decode", "unified"]
+RESERVED_NAMES = ["main", "router", "redis", "prefill", "decode", "unified", "encode"]
 """Not for an entry of `models`: labels and names of objects would be ambiguous."""
 PER_MODEL = set(ModelSettings.__struct_fields__) - {"model", "served_model_name"}
 TARGETS = {"waitSeconds", "interTokenSeconds", "kvCacheUsage"}
@@ -79,7 +79,7 @@ QUANTITY = {"type": "string", "pattern": r"^[0-9]+(\.[0-9]+)?(m)?$"}
 def schema_of(value: Any, path: str, root: dict[str, Any]) -> dict[str, Any]:
     """Return the schema of the value at `path`."""
     role, _, rest = path.partition(".")
-    if role in ("prefill", "decode", "unified") and rest == "engine":
+    if role in ("prefill", "decode", "unified", "encode") and rest == "engine":
         # A pool's own engine settings: the same keys, none of them required.
         return schema_of(root["engine"], "engine", root)
     known = setting_schema(path) or listed_schema(path)

@@ -66,9 +66,22 @@ def cross_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
 
     They depend on `root` (see `root_hash`) and `digest` only, so that all prompts with that source share the blocks.
     """
+    return _numbered(root + b"cross attention" + digest, count)
+
+
+def embedding_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
+    """Return the hashes of the first `count` blocks that hold the embeddings of the image with this digest.
+
+    `root` is that of `contracts.layout.embedding_layout`, whose fingerprint covers weights and image processor. No
+    block of KV has one of these hashes.
+    """
+    return _numbered(root + b"image embeddings" + digest, count)
+
+
+def _numbered(content: bytes, count: int) -> list[BlockHash]:
+    """Return the hashes of `count` blocks that hold one content in order."""
     return [
-        BlockHash(sha256(root + b"cross attention" + digest + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
-        for number in range(count)
+        BlockHash(sha256(content + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES]) for number in range(count)
     ]
 
 

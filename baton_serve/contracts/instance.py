@@ -8,7 +8,7 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingProfile
 
-Role = Literal["prefill", "decode", "unified"]
+Role = Literal["prefill", "decode", "unified", "encode"]
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,6 +125,9 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[AdapterRecord] = []
     reads_images: bool = False
     """True if the instance has a vision tower. Only such instances compute prompts with images."""
+    embedding_layout: KVLayout | None = None
+    """The layout of image embeddings that the instance can fetch; None if it computes no prompts with images. An encode
+    instance has it as `layout`."""
     can_generate: bool = False
     """True if a prefill instance also serves `Generate`, so that it can generate answers while no decode or unified
     instance is ready. Prefill instances of versions before this field register without it."""

@@ -111,6 +111,27 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         return self.block_bytes // self.block_tokens
 
 
+EMBEDDING_BLOCK_ROWS = 64
+"""Rows of image embeddings in one block: a block of a model with 3,584 numbers in bfloat16 has 448 KiB."""
+
+
+def embedding_layout(fingerprint: str, *, width: int, dtype: str) -> KVLayout:
+    """Return the layout of blocks with image embeddings: `EMBEDDING_BLOCK_ROWS` rows of `width` numbers each.
+
+    `fingerprint` identifies the weights and the image processor. Such a block is one plane of one head, and each row is
+    the embedding of one token, so that the transfer of KV blocks moves it unchanged.
+    """
+    return KVLayout(
+        fingerprint=f"embeddings:{fingerprint}",
+        num_layers=1,
+        num_kv_heads=1,
+        block_tokens=EMBEDDING_BLOCK_ROWS,
+        head_dim=width,
+        dtype=dtype,
+        num_planes=1,
+    )
+
+
 def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
     """Return the reason why blocks of the layout `source` cannot be converted to `sink`, or None if they can. Block
     sizes may differ. Data types may differ if values are rounded at most once: one-byte types are not converted to

@@ -28,6 +28,7 @@ MAX_ASPECT = 100
 the longer one in proportion: an image of a few pixels by thousands would become gigabytes."""
 
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+Digests = Annotated[list[Digest], Meta(max_length=MAX_IMAGES)]
 Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
 Images = Annotated[list[Image], Meta(max_length=MAX_IMAGES)]
 
@@ -64,6 +65,17 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """Return the position in the prompt after the last token of this image."""
         return self.start + self.length
+
+
+class EmbeddingShape(msgspec.Struct, frozen=True, array_like=True):
+    """Describes the embeddings of an image that an encode instance sends: their number, and the size of the file in
+    pixels, from which the receiver checks the prompt.
+    """
+
+    digest: Digest
+    num_rows: Annotated[int, Meta(ge=1)]
+    width: Annotated[int, Meta(ge=1)]
+    height: Annotated[int, Meta(ge=1)]
 
 
 Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]

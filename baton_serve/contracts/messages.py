@@ -14,7 +14,7 @@ from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import Images, Spans
+from baton_serve.contracts.media import Digests, Images, Spans
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.sampling import SamplingSpec
 
@@ -86,18 +86,33 @@ class Pull(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int
 
 
+class FetchEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
+    """Before computing, fetch the embeddings of the images `digests` from the encode instance `ticket.source`.
+
+    The ticket has the layout and the root of its blocks. Embeddings that do not arrive in `ticket.timeout_s` are
+    computed from the image files.
+    """
+
+    ticket: Ticket
+    digests: Digests
+
+
+Fetches = Annotated[list[FetchEmbeddings], msgspec.Meta(max_length=64)]
+
+
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     """Asks a prefill worker to compute the prompt, sample the first token of each sequence, and hand the KV blocks off
     to the decode worker `ticket.sink`.
 
     Without a ticket nothing is handed off: the request ends with its first token. `images` has each image file of
-    `work.media` once, in any order.
+    `work.media` once, in any order; `embeddings` says from where some of them can be fetched already encoded.
     """
 
     work: Work
     ticket: Ticket | None = None
     pull: Pull | None = None
     images: Images = []
+    embeddings: Fetches = []
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
@@ -109,12 +124,22 @@ class Decode(msgspec.Struct, frozen=True, tag="decode"):
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate"):
-    """Asks an instance to compute the prompt and generate the whole answer. `images` has each image file of
-    `work.media` once, in any order."""
+    """Asks an instance to compute the prompt and generate the whole answer. `images` and `embeddings` are as in
+    `Prefill`."""
 
     work: Work
     pull: Pull | None = None
     images: Images = []
+    embeddings: Fetches = []
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """Encode image files, or take their embeddings from the cache, and hand them to `ticket.sink`, in blocks with the
+    hashes of `contracts.block_hash.embedding_hashes`. It has no answer: the sink reports what does not arrive.
+    """
+
+    ticket: Ticket
+    images: Images
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
@@ -220,6 +245,7 @@ ToInstance = (
     Prefill
     | Decode
     | Generate
+    | Encode
     | Pool
     | Cancel
     | SnapshotRequest
@@ -297,6 +323,8 @@ class PrefillReport(msgspec.Struct, frozen=True, tag="prefill_report", kw_only=T
     pulled_tokens: int = 0
     pulled_from: InstanceId | None = None
     pull_s: float = 0.0
+    failed_encoders: list[InstanceId] = []
+    """Encode instances whose embeddings did not arrive, so that this instance has encoded the images."""
     prompt_logprobs: EncodedLogprobs | None = None
 
 

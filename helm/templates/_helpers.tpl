@@ -98,9 +98,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{ if .Values.serviceAccount.create }}{{ default (include "baton.fullname" .) .Values.serviceAccount.name }}{{ else }}{{ default "default" .Values.serviceAccount.name }}{{ end }}
 {{- end }}
 
-{{/* Pools that exist, as a JSON list: `unified` only with replicas. */}}
+{{/* Pools that exist, as a JSON list: `unified` and `encode` only with replicas. */}}
 {{- define "baton.pools" -}}
-{{ if gt (int .Values.unified.replicas) 0 }}["prefill", "decode", "unified"]{{ else }}["prefill", "decode"]{{ end }}
+{{- $pools := list "prefill" "decode" }}
+{{- if gt (int .Values.unified.replicas) 0 }}{{ $pools = append $pools "unified" }}{{ end }}
+{{- if gt (int .Values.encode.replicas) 0 }}{{ $pools = append $pools "encode" }}{{ end }}
+{{- $pools | toJson }}
 {{- end }}
 
 {{/* Roles for which some model has a pool, as a JSON list. */}}

@@ -61,7 +61,7 @@ spec:
         {{- end }}
       {{- if $pool.affinity }}
       affinity: {{- toYaml $pool.affinity | nindent 8 }}
-      {{- else if and $values.kvTransfer.usm.enabled (eq $role "decode") }}
+      {{- else if and $values.kvTransfer.usm.enabled (has $role (list "decode" "encode")) }}
       affinity:
         podAffinity:
           preferredDuringSchedulingIgnoredDuringExecution:

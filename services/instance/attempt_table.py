@@ -69,6 +69,8 @@ class AttemptEntry:
     """Whether the engine runs the sequences, so that a single one can be cancelled."""
     span: Span = NO_SPAN
     pulled: PulledPrefix | None = None
+    failed_encoders: list[InstanceId] = field(default_factory=list)
+    """Encode instances whose embeddings did not arrive."""
     grammar: object = None
     """Keeps the compiled grammar in the engine until the attempt ends, or None without a grammar."""
 
@@ -222,6 +224,7 @@ def prefill_report(request: AttemptEntry, info: FirstTokenInfo) -> PrefillReport
         pulled_tokens=request.pulled.num_tokens if request.pulled is not None else 0,
         pulled_from=request.pulled.source if request.pulled is not None else None,
         pull_s=request.pulled.seconds if request.pulled is not None else 0.0,
+        failed_encoders=request.failed_encoders,
         prompt_logprobs=None if info.prompt_logprobs is None else encode_logprobs(info.prompt_logprobs),
     )
 

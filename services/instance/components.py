@@ -7,10 +7,10 @@ from typing import Protocol
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import ToInstance
 from baton_serve.engine import Engine, EngineStats
-from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer import TransferNode
 from baton_serve.services.common.rpc.links import InstanceServer, RouterId
 from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
+from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import TransferMetrics
 from baton_serve.services.instance.request_server import RoleHandler
@@ -27,8 +27,8 @@ class RoleDependencies:
     router: InstanceServer
     counter: TransferMetrics
     puller: Puller
-    image_reader: ImageReader | None
-    """Decodes images for the vision tower. None: this instance cannot compute prompts with images."""
+    images: PromptImageSource
+    """Gets the images of prompts, as embeddings or as pixels."""
 
 
 MakeHandler = Callable[[RoleDependencies], RoleHandler]

@@ -12,11 +12,14 @@ import torch
 from tqdm import tqdm
 
 from baton_serve.contracts.instance import Role
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.engine.pooling.image_encoder import EncodeObserver, ImageEncoder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.kvtransfer import HostMemory
 from baton_serve.model_source import allowed_plugins
 from baton_serve.services.common.settings.configuration import environment
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import pin_to_cores, renice_threads
@@ -117,6 +120,23 @@ def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind
         engine = PoolingEngine(engine_config(settings, role), kind, progress=progress)
     renice_threads(settings)
     return engine
+
+
+def build_image_encoder(settings: InstanceSettings, counter: EncodeObserver, weights_version: str) -> ImageEncoder:
+    """Build the engine of an encode instance. Call it in the engine thread. Raises `engine.errors.EngineError`."""
+    _set_threads(settings)
+    config = replace(engine_config(settings, "encode"), weights_version=weights_version)
+
+    def blocks(layout: KVLayout) -> HostMemory:
+        count = max(1, int(settings.embedding_cache_gb * (1 << 30)) // layout.block_bytes)
+        count = max(1, int(settings.embedding_cache_gb * (1 << 30)) // layout.block_bytes)
+        # The block pool leaves out the first block.
+        return HostMemory(1 + count, layout.block_bytes)
+
+    with ProgressBar() as progress:
+        encoder = ImageEncoder(config, blocks, observer=counter, progress=progress)
+    renice_threads(settings)
+    return encoder
 
 
 def _set_threads(settings: InstanceSettings) -> None:

@@ -18,7 +18,14 @@ from typing import Generic, Protocol, TypeVar
 from baton_serve.engine.errors import EngineError
 from baton_serve.services.instance.cpu_sharing.time_slicing import NoTimeSlicing, TimeSlicer
 from baton_serve.services.instance.errors import EngineBroken
-from baton_serve.services.instance.ports import EnginePort, EngineStats, PoolingPort, SteppingPort, StepResult
+from baton_serve.services.instance.ports import (
+    EncoderPort,
+    EnginePort,
+    EngineStats,
+    PoolingPort,
+    SteppingPort,
+    StepResult,
+)
 from baton_serve.services.instance.watchdog.step_watchdog import NoStepWatchdog, StepWatchdog
 
 logger = logging.getLogger(__name__)
@@ -69,6 +76,16 @@ class PoolingEngineCalls(Protocol):
     def call(self, action: Callable[[PoolingPort], T]) -> asyncio.Future[T]: ...
 
     def post(self, action: Callable[[PoolingPort], object]) -> None: ...
+
+
+class EncoderCalls(Protocol):
+    """The calls of request handling into an image encoder; implemented by `EngineThread`."""
+
+    def call(
+        self, action: Callable[[EncoderPort], T], *, then: Callable[[T], None] | None = None
+    ) -> asyncio.Future[T]: ...
+
+    def post(self, action: Callable[[EncoderPort], object]) -> None: ...
 
 
 class EngineThread(Generic[E]):

@@ -16,12 +16,14 @@ import torch
 
 from baton_serve.contracts.identity import InstanceId, new_generation
 from baton_serve.contracts.instance import InstanceRecord, KernelVerdict, LinkStatus
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ToInstance, WeightsSource
 from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.replacement import check_replacement
 from baton_serve.engine.pooling.engine import PoolingEngine
+from baton_serve.engine.pooling.image_encoder import ImageEncoder
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.addresses import advertised, shared_memory_host
 from baton_serve.services.instance.components import InstanceService
@@ -108,8 +110,8 @@ class InstanceModel:
         model = self.model
         if model is None:
             raise ConfigError("the model is not loaded: the instance sleeps or loads new weights")
-        if isinstance(model.engine, PoolingEngine):
-            raise ConfigError("this model computes vectors: its engine has no prefix cache and records no profiles")
+        if not isinstance(model.engine, Engine):
+            raise ConfigError("this instance computes vectors: its engine has no prefix cache and records no profiles")
         return cast("EngineThread[Engine]", model.thread)
 
     def on_message(self, router: RouterId, message: ToInstance) -> None:
@@ -154,6 +156,7 @@ class InstanceModel:
             draining=self.serving.is_draining,
             adapters=model.adapters(),
             reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
+            embedding_layout=_embedding_layout(engine),
             can_generate=isinstance(engine, Engine),
             wrong_kernels=list(dict.fromkeys(verdict.operation for verdict in model.wrong_kernels())),
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
@@ -290,6 +293,12 @@ class InstanceModel:
                 f"{weights.model} allows {after.max_model_len} tokens, and the loaded model {before.max_model_len}: set"
                 " --max-model-len of the workers"
             )
+
+
+def _embedding_layout(engine: Engine | PoolingEngine | ImageEncoder) -> KVLayout | None:
+    """Return the layout of the embeddings that an engine can use for prompts, or None."""
+    reader = engine.image_reader if isinstance(engine, Engine) else None
+    return None if reader is None else reader.embedding_layout
 
 
 async def _do_nothing() -> None:

@@ -5,27 +5,15 @@ Used by all three roles; by prefill instances only while no decode or unified in
 
 import asyncio
 import time
-from collections.abc import Sequence
 
 from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
-
-
-async def read_images(images: Sequence[bytes], reader: ImageReader | None) -> Pixels:
-    """Decode the image files of a prompt in a worker thread and return their pixels.
-
-    Return `NO_PIXELS` without images or without `reader`; the engine then refuses a prompt that has images. Raises
-    `engine.errors.RequestError` if a file cannot be decoded.
-    """
-    if not images or reader is None:
-        return NO_PIXELS
-    # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
-    return await asyncio.to_thread(reader.read, images)
 
 
 async def await_grammar(engine: EngineCalls, request: AttemptEntry) -> None:
@@ -84,16 +72,20 @@ class GenerationObserver:
 
 
 async def generate(
-    engine: EngineCalls, request: AttemptEntry, puller: PullPort, message: Generate, reader: ImageReader | None = None
+    engine: EngineCalls,
+    request: AttemptEntry,
+    puller: PullPort,
+    message: Generate,
+    images: PromptImageSource | None = None,
 ) -> None:
     """Compute the prompt and generate all sequences of a request on this instance; return when they have ended. Before
-    that, `puller` fetches the cached prefix from the instance that `message` names, if any, and `reader` decodes the
+    that, `puller` fetches the cached prefix from the instance that `message` names, if any, and `images` gets the
     prompt's images. Raises `engine.errors.RequestError` if the request can never be computed.
     """
     work = request.work
     await await_grammar(engine, request)
     await puller.pull(request, message.pull)
-    pixels = await read_images(message.images, reader)
+    pixels = NO_PIXELS if images is None else await images.images(request, message)
     observer = GenerationObserver()
     request.progress = observer
     # Set before the call: a `Cancel` of one sequence that arrives meanwhile is posted after `add` and finds the

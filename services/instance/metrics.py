@@ -12,7 +12,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.instance import LinkStatus, Load
+from baton_serve.contracts.instance import LinkStatus, Load, Role
 from baton_serve.kvtransfer.ladder import ProbeOutcome
 from baton_serve.kvtransfer.settings import LADDER, PROBED
 from baton_serve.services.instance.ports import EngineStats
@@ -229,3 +229,59 @@ class TransferMetrics:
     def handoff_failed(self, reason: str) -> None:
         """Count a failed handoff or prefix pull; `reason` becomes a label, so it must have few values."""
         self._errors.labels(reason).inc()
+
+
+class EmbeddingMetrics:
+    """Counts images that are encoded here, on an encode instance, and embeddings that come from there, on the others.
+
+    Implements `engine.pooling.image_encoder.EncodeObserver` and `kv_sharing.embeddings.FetchCounter`.
+    """
+
+    def __init__(self, registry: CollectorRegistry, role: Role) -> None:
+        """Show only the metrics of the role: those of the others would be 0 for ever."""
+        shown = registry if role == "encode" else None
+        self._encoded = Counter(
+            "baton:encoded_images",
+            "Images of which embeddings were asked for: computed, cached, or damaged in memory and computed again.",
+            ["result"],
+            registry=shown,
+        )
+        self._seconds = Counter("baton:encode_seconds", "Time in which images were encoded.", registry=shown)
+        fetching = registry if role in ("prefill", "unified") else None
+        self._fetched = Counter(
+            "baton:image_embeddings",
+            "Images whose embeddings were asked of an encode instance: fetched, or missed and encoded here.",
+            ["result"],
+            registry=fetching,
+        )
+        self._fetch_seconds = Counter(
+            "baton:embedding_fetch_seconds",
+            "Time from a request for embeddings until they were here, waiting included.",
+            registry=fetching,
+        )
+        for result in ("computed", "cached", "damaged"):
+            self._encoded.labels(result)
+        for result in ("fetched", "missed"):
+            self._fetched.labels(result)
+
+    def computed(self, seconds: float) -> None:
+        """Count an image that was encoded in this time."""
+        self._encoded.labels("computed").inc()
+        self._seconds.inc(seconds)
+
+    def found(self, num_images: int) -> None:
+        """Count images whose embeddings were cached."""
+        self._encoded.labels("cached").inc(num_images)
+
+    def damaged(self) -> None:
+        """Count an image whose cached embeddings have changed in memory."""
+        self._encoded.labels("damaged").inc()
+
+    def fetched_embeddings(self, num_images: int, seconds: float) -> None:
+        """Count images whose embeddings arrived from one instance after this time."""
+        self._fetched.labels("fetched").inc(num_images)
+        self._fetch_seconds.inc(seconds)
+
+    def missed_embeddings(self, num_images: int) -> None:
+        """Count images whose embeddings did not arrive."""
+        self._fetched.labels("missed").inc(num_images)

@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.instance import AdapterRecord, KernelVerdict, LinkStatus, Role
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import (
     AdapterChanged,
     LoadAdapter,
@@ -24,7 +25,8 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.engine import Engine
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.kvtransfer import NodePorts, PeerAccess, TransferNode, TransferSettings
+from baton_serve.engine.pooling.image_encoder import ImageEncoder
+from baton_serve.kvtransfer import BlockMemory, NodePorts, PeerAccess, TransferNode, TransferSettings
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.lifecycle import Lifecycle
 from baton_serve.services.common.rpc.links import InstanceServer, RouterId
@@ -36,19 +38,26 @@ from baton_serve.services.instance.addresses import tcp
 from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
 from baton_serve.services.instance.cpu_sharing.time_slicing import TimeSlicer
 from baton_serve.services.instance.drain.migration import DrainMigration
-from baton_serve.services.instance.engine_setup import build_engine, build_pooling_engine, model_kind
+from baton_serve.services.instance.encoding_server import EncodingServer
+from baton_serve.services.instance.engine_setup import (
+    build_engine,
+    build_image_encoder,
+    build_pooling_engine,
+    model_kind,
+)
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, StartFailed
+from baton_serve.services.instance.kv_sharing.embeddings import EmbeddingFetcher, PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
-from baton_serve.services.instance.metrics import TransferMetrics
+from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, peer_access
 from baton_serve.services.instance.traced_role import TracedRole
 from baton_serve.services.instance.watchdog.step_watchdog import StepWatchdog
 
-AnyEngineThread = EngineThread[Engine] | EngineThread[PoolingEngine]
+AnyEngineThread = EngineThread[Engine] | EngineThread[PoolingEngine] | EngineThread[ImageEncoder]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +70,7 @@ class ProcessParts:
     watchdog: StepWatchdog
     slicer: TimeSlicer
     counter: TransferMetrics
+    embeddings: EmbeddingMetrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class ModelParts:
     `engine`, `serving`, `events` and `transfer` exist after `start`; `transfer` is None if the model computes vectors.
     """
 
-    engine: Engine | PoolingEngine
+    engine: Engine | PoolingEngine | ImageEncoder
     serving: InstanceService
     events: EventPublisher
 
@@ -113,6 +123,8 @@ class ModelParts:
         await self._start_events(connections.key)
         if isinstance(engine, Engine):
             self.serving = await self._generation(engine, connections)
+        elif isinstance(engine, ImageEncoder):
+            self.serving = await self._encoding(engine, connections)
         else:
             self.serving = self._pooling(engine, connections.rpc)
         serving = self.serving
@@ -139,11 +151,11 @@ class ModelParts:
             case LoadAdapter() | UnloadAdapter() if self._adapter_loader is not None:
                 self._adapter_loader.on_message(router, message)
             case LoadAdapter() | UnloadAdapter():
-                refused = "this model computes vectors; LoRA adapters are only supported for models that generate text"
+                refused = "this instance computes vectors; LoRA adapters are only supported where text is generated"
                 self._rpc.send(
                     router, AdapterChanged(request_id=message.request_id, refusal="invalid", message=refused)
                 )
-            # Pooling engines have no KV blocks to fetch or to hand to others.
+            # Engines that compute vectors have no KV blocks to fetch or to hand to others.
             case MigrateIn() | MigrationTickets():
                 return
             case _:
@@ -183,7 +195,7 @@ class ModelParts:
     def device(self) -> torch.device:
         """Return the device on which the engine computes; with several ranks, that of the first one."""
         engine = self.engine
-        return engine.device if isinstance(engine, PoolingEngine) else engine.kv.device
+        return engine.kv.device if isinstance(engine, Engine) else engine.device
 
     async def _start_events(self, key: ClusterKey | None) -> None:
         """Open the port on which changes of the KV cache are published to routers, encrypted if there is a `key`."""
@@ -203,14 +215,10 @@ class ModelParts:
         settings, identity, rpc, parts = self._settings, self.identity, connections.rpc, self._parts
         self._rpc = rpc
         counter = self._process.counter
-        self.transfer = transfer = TransferNode(
-            instance=identity.instance,
-            generation=identity.generation,
-            layout=engine.layout,
-            memory=engine.kv,
-            settings=transfer_settings(settings, connections.key, peer_access(environment()), parts=engine.tail_parts),
-            ports=NodePorts(observer=counter),
+        node_settings = transfer_settings(
+            settings, connections.key, peer_access(environment()), parts=engine.tail_parts
         )
+        self.transfer = transfer = self._node(engine.layout, engine.kv, node_settings)
         await transfer.start()
         # The thread has just built this `engine`, so its type is known here.
         thread = cast("EngineThread[Engine]", self.thread)
@@ -231,7 +239,8 @@ class ModelParts:
         )
         # Stops before the transfer node: fetches of a drain migration write to the KV cache and use the node.
         parts.on_stop("drain migration", self._drain_migration.close)
-        role = self._process.make_handler(RoleDependencies(thread, transfer, rpc, counter, puller, engine.image_reader))
+        images = self._image_source(engine, node_settings)
+        role = self._process.make_handler(RoleDependencies(thread, transfer, rpc, counter, puller, images))
         serving = RequestServer(
             identity,
             role=TracedRole(role, connections.tracing),
@@ -248,6 +257,50 @@ class ModelParts:
         engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
         return serving
 
+    def _node(self, layout: KVLayout, memory: BlockMemory, settings: TransferSettings) -> TransferNode:
+        """Return a node of this instance that is not started yet."""
+        return TransferNode(
+            instance=self.identity.instance,
+            generation=self.identity.generation,
+            layout=layout,
+            memory=memory,
+            settings=settings,
+            ports=NodePorts(observer=self._process.counter),
+        )
+
+    def _image_source(self, engine: Engine, node_settings: TransferSettings) -> PromptImageSource:
+        """Return what gets the images of prompts, which may fetch embeddings from encode instances."""
+        reader = engine.image_reader
+        if reader is None or (layout := reader.embedding_layout) is None:
+            return PromptImageSource(reader)
+        # Nobody fetches from this node, so its port may be any one. Embeddings arrive in host memory, whole.
+        own = msgspec.structs.replace(node_settings, bind="tcp://127.0.0.1:*", advertise_host="", parts=1)
+        fetcher = EmbeddingFetcher(
+            layout,
+            lambda layout, memory: self._node(layout, memory, host_settings(own)),
+            max_bytes=int(self._settings.embedding_cache_gb * (1 << 30)),
+            counter=self._process.embeddings,
+        )
+        self._parts.on_stop("embeddings", fetcher.close)
+        return PromptImageSource(reader, fetcher)
+
+    async def _encoding(self, engine: ImageEncoder, connections: ModelConnections) -> EncodingServer:
+        """Start the transfer of embeddings, and return the server of an image encoder."""
+        self._rpc = connections.rpc
+        settings = host_settings(transfer_settings(self._settings, connections.key))
+        self.transfer = transfer = self._node(engine.layout, engine.memory, settings)
+        await transfer.start()
+        self._parts.on_stop("transfer", transfer.close)
+        return EncodingServer(
+            self.identity,
+            engine=cast("EngineThread[ImageEncoder]", self.thread),
+            reader=engine.reader,
+            stats=engine.stats(),
+            router=connections.rpc,
+            events=self.events,
+            transfer=transfer,
+        )
+
     def _pooling(self, engine: PoolingEngine, rpc: InstanceServer) -> PoolingServer:
         """Return a new server for a model that computes vectors, such as embeddings."""
         self._rpc = rpc
@@ -260,7 +313,11 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
 
     Raises `StartFailed` if a flag or the role does not fit the model.
     """
-    kind, role, slicer, watchdog = model_kind(settings), process.role, process.slicer, process.watchdog
+    role, slicer, watchdog = process.role, process.slicer, process.watchdog
+    if role == "encode":
+        counter = process.embeddings
+        return EngineThread(lambda: build_image_encoder(settings, counter, weights_version), slicer, watchdog)
+    kind = model_kind(settings)
     if kind == "generate":
         thread: EngineThread[Engine] = EngineThread(
             lambda: build_engine(settings, role, thread.give_up, weights_version), slicer, watchdog
@@ -281,6 +338,15 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
             " start a unified instance instead, or set --runner generate"
         )
     return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer, watchdog)
+
+
+def host_settings(settings: TransferSettings) -> TransferSettings:
+    """Return the settings for a node with embeddings, which lie in host memory of different processes: a transport
+    between devices or within one process does not fit them.
+    """
+    if set(settings.transports) <= {"usm", "zeromq"}:
+        return settings
+    return msgspec.structs.replace(settings, transports=("auto",))
 
 
 def transfer_settings(

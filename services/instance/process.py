@@ -1,6 +1,6 @@
 """The life of an instance process: bind, load, serve, register; at the end refuse, drain, leave the registry and close.
 
-The handler that it is given decides the role: prefill, decode or unified.
+The handler that it is given decides the role: prefill, decode or unified; an encode instance has no handler.
 """
 
 import gc
@@ -37,17 +37,18 @@ from baton_serve.services.instance.addresses import (
     check_ports,
     for_routers,
 )
-from baton_serve.services.instance.components import MakeHandler
+from baton_serve.services.instance.components import MakeHandler, RoleDependencies
 from baton_serve.services.instance.cpu_sharing.time_slicing import make_time_slicer
 from baton_serve.services.instance.drain.drain_state import DrainController
 from baton_serve.services.instance.engine_commands import EngineCommands
 from baton_serve.services.instance.errors import InstanceError, StartFailed
 from baton_serve.services.instance.health import HealthStatus, create_app
 from baton_serve.services.instance.instance_model import Addresses, InstanceModel
-from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
+from baton_serve.services.instance.metrics import EmbeddingMetrics, EngineCollector, TransferMetrics
 from baton_serve.services.instance.model_parts import ModelConnections, ProcessParts
 from baton_serve.services.instance.model_switch import ModelSwitch
 from baton_serve.services.instance.registration import Registration
+from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names
 from baton_serve.services.instance.stats_log import log_stats
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
@@ -103,7 +104,8 @@ class InstanceProcess:
         limit = StepLimit(settings.engine_step_timeout_s)
         self._watchdog = StepWatchdog(limit, program=f"baton {role}", has_exit_timer=has_exit_timer)
         slicer = make_time_slicer(settings, role, yield_to_processes)
-        parts = ProcessParts(settings, role, make_handler, self._watchdog, slicer, TransferMetrics(self._metrics))
+        counters = TransferMetrics(self._metrics), EmbeddingMetrics(self._metrics, role)
+        parts = ProcessParts(settings, role, make_handler, self._watchdog, slicer, *counters)
         self._model = InstanceModel(parts, instance_id(settings, role), lambda error: self._lifecycle.fail(error))
         self._switch = ModelSwitch(self._model, self._model.weights)
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
@@ -317,6 +319,11 @@ def check_transport(settings: InstanceSettings, role: Role) -> None:
             "--kv-transport memory only works within one process, and every instance is a separate process: use it for"
             f" unified instances, which hand nothing off. For a {role} instance use auto, usm, zeromq or oneccl"
         )
+
+
+def no_handler(parts: RoleDependencies) -> RoleHandler:
+    """Stand in for the handler of an encode instance, which serves no messages with prompts."""
+    raise AssertionError("an encode instance has no engine for prompts")
 
 
 async def _do_nothing() -> None:

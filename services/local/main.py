@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypedDict
+from typing import TypedDict, get_args
 
 import msgspec
 
+from baton_serve.contracts.instance import Role
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
@@ -166,9 +167,11 @@ def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
     Raises `ConfigurationError` if the remaining instances cannot serve the model.
     """
     # The number of replicas ends here: all later code counts processes.
-    pools = {role: getattr(settings, role) * settings.data_parallel_size for role in ("prefill", "decode", "unified")}
+    pools = {role: getattr(settings, role) * settings.data_parallel_size for role in get_args(Role)}
     settings = msgspec.structs.replace(settings, data_parallel_size=1, **pools)
     if kind != "generate":
+        if settings.encode:
+            raise ConfigurationError("--encode is for models that generate text from images, not for pooling models")
         if not settings.prefill and not settings.unified:
             raise ConfigurationError(
                 "--prefill 0 needs --unified 1 or more for a pooling model: no other instance could compute its vectors"
@@ -240,7 +243,7 @@ def new_key_file() -> str:
 
 # `services.local.serve_process` reads the URL from this banner, and takes "stop with" for its last line.
 def _banner(settings: ServeSettings, given: GivenOptions, names: list[str], url: str) -> str:
-    pools = {"prefill": settings.prefill, "decode": settings.decode, "unified": settings.unified}
+    pools = {role: getattr(settings, role) for role in get_args(Role)}
     lines = {
         "url": f"{url}/v1",
         "page": f"{url}/",

@@ -98,6 +98,7 @@ def plan(
         "prefill": settings.prefill,
         "decode": settings.decode,
         "unified": settings.unified,
+        "encode": settings.encode,
     }
     instances = [(role, number) for role, count in counts.items() for number in range(count)]
     processes = [router]
@@ -105,16 +106,25 @@ def plan(
     shares = _shares(machine, settings, roles, [_size(given, role) for role in roles])
     for (role, number), share in zip(instances, shares, strict=True):
         own = {**common, "instance_id": f"{role}-{number}", "rpc_socket": True, **share.values}
-        process = _process(f"{role}-{number}", role, own, given, given.instance)
+        process = _process(f"{role}-{number}", role, own, _given_to(role, given), given.instance)
         variables = {**process.variables, **share.variables}
         processes.append(replace(process, variables=variables, device=share.device))
     return processes
+
+
+def _given_to(role: Role, given: GivenOptions) -> GivenOptions:
+    """Return the options that instances of a role get: an encode instance always has one device."""
+    if role != "encode":
+        return given
+    return replace(given, values={name: value for name, value in given.values.items() if name not in PARALLEL_OPTIONS})
 
 
 def _size(given: GivenOptions, role: Role) -> int:
     """Return the number of devices over which one instance of `role` divides its model, by the options
     that were given.
     """
+    if role == "encode":
+        return 1
     own = given.sections.get(role, {})
     return prod(int(str(own.get(name, given.values.get(name, 1)))) for name in PARALLEL_OPTIONS)
 

@@ -43,10 +43,13 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
         Meta(description="number of decode workers, which generate tokens (0 for embedding and reranking models)"),
     ] = 1
     unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
+    encode: Annotated[
+        Count, Meta(description="number of encode workers, which only encode images for prefill and unified workers")
+    ] = 0
     data_parallel_size: Annotated[
         int,
         Meta(
-            description="number of replicas: multiplies --prefill, --decode and --unified",
+            description="number of replicas: multiplies --prefill, --decode, --unified and --encode",
             ge=1,
             le=1024,
             extra={"aliases": ["-dp", "--dp"]},

@@ -14,14 +14,14 @@ from collections.abc import Callable
 from typing import Any
 
 from baton_serve.contracts.messages import Generate, Prefill
-from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
-from baton_serve.services.instance.local_generation import await_grammar, generate, read_images
+from baton_serve.services.instance.local_generation import await_grammar, generate
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
@@ -37,7 +37,7 @@ def prefill_handler(parts: RoleDependencies) -> "PrefillHandler":
         parts.puller,
         counter=parts.counter,
         clock=time.monotonic,
-        reader=parts.image_reader,
+        images=parts.images,
     )
 
 
@@ -54,9 +54,9 @@ class PrefillHandler:
         *,
         counter: HandoffCounter,
         clock: Callable[[], float],
-        reader: ImageReader | None = None,
+        images: PromptImageSource | None = None,
     ) -> None:
-        self._reader = reader
+        self._images = images or PromptImageSource()
         self._engine = engine
         self._transfer = transfer
         self._puller = puller
@@ -83,7 +83,7 @@ class PrefillHandler:
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         if isinstance(message, Generate):
             # Without a ticket no instance fetches the blocks, so they are freed with the last token.
-            await generate(self._engine, request, self._puller, message, self._reader)
+            await generate(self._engine, request, self._puller, message, self._images)
             return
         assert isinstance(message, Prefill)
         observer = (
@@ -106,11 +106,11 @@ class PrefillHandler:
 
     async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
         """Prepare a request and add it to the engine: compile its grammar, fetch the cached prefix from another
-        instance, and decode its images.
+        instance, and get its images.
         """
         await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
-        pixels = await read_images(message.images, self._reader)
+        pixels = await self._images.images(request, message)
         await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
 
     async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from typing import get_args
 
 import httpx
 
@@ -23,7 +24,7 @@ from baton_serve.services.rotate.rotation import Rotation
 from baton_serve.services.rotate.settings import RotateSettings
 
 PROGRAM = "baton rotate"
-ROLES: tuple[Role, ...] = ("prefill", "decode", "unified")
+ROLES: tuple[Role, ...] = get_args(Role)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-PoolName = Literal["all", "prefill", "decode", "unified"]
+PoolName = Literal["all", "prefill", "decode", "unified", "encode"]
 
 _KEY_TEXT = "file with the cluster key; needed for instances that run on other machines"
 

@@ -231,7 +231,8 @@ async def _stop_serving(server: HttpServer, models: Models, grace_s: float) -> N
 
 def router_load(app: Gateway, cluster: Cluster, services: Sequence[ModelService]) -> RouterLoad:
     """Return how many clients' requests this process serves now. Batches run more or fewer requests according to it."""
-    ready = [worker.record.role for worker in cluster.workers() if worker.state == "ready"]
+    roles = [worker.record.role for worker in cluster.workers() if worker.state == "ready"]
+    ready = [role for role in roles if role != "encode"]
     dispatchers = [service.dispatcher for service in services]
     return RouterLoad(
         num_instances=len(ready),
@@ -283,6 +284,7 @@ def request_policy(settings: RouterSettings) -> RequestPolicy:
         ),
         request_timeout_s=settings.request_timeout_s,
         handoff_timeout_s=settings.handoff_timeout_s,
+        encode_timeout_s=settings.encode_timeout_s,
         max_replays=settings.max_replays,
         instance_wait_s=settings.instance_wait_s,
         expected_blocks_ttl_s=settings.expected_blocks_ttl_s,

@@ -7,11 +7,11 @@ import sys
 from os import environ
 
 from baton_serve.contracts.messages import Generate
-from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.ports import EngineStats
@@ -24,10 +24,10 @@ class UnifiedHandler:
     `services.instance.request_server.RoleHandler`. Use it only on the event loop.
     """
 
-    def __init__(self, engine: EngineCalls, puller: PullPort, reader: ImageReader | None = None) -> None:
+    def __init__(self, engine: EngineCalls, puller: PullPort, images: PromptImageSource | None = None) -> None:
         self._engine = engine
         self._puller = puller
-        self._reader = reader
+        self._images = images
 
     def can_serve(self, message: RoleMessage) -> bool:
         return isinstance(message, Generate)
@@ -37,7 +37,7 @@ class UnifiedHandler:
 
     async def serve(self, request: AttemptEntry, message: RoleMessage) -> None:
         assert isinstance(message, Generate)
-        await generate(self._engine, request, self._puller, message, self._reader)
+        await generate(self._engine, request, self._puller, message, self._images)
 
     def on_stats(self, stats: EngineStats) -> None:
         """Do nothing: on a unified instance no request waits outside the engine."""
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     status = run_instance(
         settings,
         "unified",
-        lambda parts: UnifiedHandler(parts.engine, parts.puller, parts.image_reader),
+        lambda parts: UnifiedHandler(parts.engine, parts.puller, parts.images),
         notes=loaded.notes,
     )
     sys.exit(status)

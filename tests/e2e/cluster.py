@@ -124,6 +124,7 @@ class Cluster(Api):
         prefill: int = 1,
         decode: int = 1,
         unified: int = 0,
+        encode: int = 0,
         args: tuple[str, ...] = (),
         launch: ProcessLauncher | None = None,
     ) -> None:
@@ -131,11 +132,12 @@ class Cluster(Api):
         self.port = free_port()
         super().__init__(f"http://127.0.0.1:{self.port}")
         argv = ["serve", *([str(model)] if model else []), "--port", str(self.port), "--device", DEVICE]
-        argv += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified), *args]
+        argv += ["--prefill", str(prefill), "--decode", str(decode), "--unified", str(unified)]
+        argv += ["--encode", str(encode), *args]
         self._serve = Process("serve", argv, {})
         self._status: int | None = None
         self._launch = launch or forks()
-        self._size = prefill + decode + unified
+        self._size = prefill + decode + unified + encode
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed in __exit__
 
     def __enter__(self) -> Self:

@@ -21,7 +21,7 @@ from baton_serve.services.common.lifecycle import Lifecycle
 from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
 from baton_serve.services.instance.components import RoleDependencies
-from baton_serve.services.instance.process import InstanceProcess
+from baton_serve.services.instance.process import InstanceProcess, no_handler
 from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.prefill.handler import prefill_handler
@@ -49,13 +49,14 @@ def _decode(parts: RoleDependencies) -> RoleHandler:
 
 
 def _unified(parts: RoleDependencies) -> RoleHandler:
-    return UnifiedHandler(parts.engine, parts.puller, parts.image_reader)
+    return UnifiedHandler(parts.engine, parts.puller, parts.images)
 
 
 _HANDLERS: dict[Role, Callable[[RoleDependencies], RoleHandler]] = {
     "prefill": prefill_handler,
     "decode": _decode,
     "unified": _unified,
+    "encode": no_handler,
 }
 
 

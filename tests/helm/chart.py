@@ -11,7 +11,7 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 CHART = ROOT / "helm"
 VARIANTS = [None, *sorted((CHART / "ci").glob("*.yaml"))]
-ROLES = ("prefill", "decode", "unified")
+ROLES = ("prefill", "decode", "unified", "encode")
 
 Manifest = dict[str, Any]
 

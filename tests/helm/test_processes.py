@@ -125,6 +125,7 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
         "baton.json: Refused requests",
         "baton.json: Admission",
         "keda: test-baton-unified",
+        "keda: test-baton-encode",
     )
     assert not {where for where in silent if not where.startswith(may_be_silent)}
     assert values["vllm.json: Token Throughput A"] > 0

@@ -117,6 +117,7 @@ def everything_set() -> list[Manifest]:
             "kvTransfer": {"usm": {"enabled": True}, "tailParts": 4},
             "auth": {"encryptPods": True},
             "unified": {"replicas": 1},
+            "encode": {"replicas": 1},
             "tracing": {"otlpTracesEndpoint": COLLECTOR},
         }
     )

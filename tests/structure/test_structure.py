@@ -66,7 +66,7 @@ def test_no_pickle_anywhere() -> None:
 def test_nobody_but_settings_reads_the_environment() -> None:
     reads = re.compile(r"os\.environ|os\.getenv|from os import .*environ")
     # A main also sets the variable that selects the visible cards of its device.
-    mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified")}
+    mains = {f"services/{role}/main.py" for role in ("prefill", "decode", "unified", "encode")}
     forking = {"services/local/launches.py", "services/local/preload.py"}  # they set a new process's
     allowed = {
         "services/common/settings/configuration.py",

@@ -9,8 +9,8 @@ from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.loading.fingerprint import versioned
 from baton_serve.engine.loading.native.loader import load_dense
+from baton_serve.engine.model.fingerprint import versioned
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model_folder import read_config
 

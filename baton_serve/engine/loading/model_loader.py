@@ -20,7 +20,6 @@ from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
-from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
 from baton_serve.engine.loading.layer_probe import ProbedLayers, check_index, probe_layers, refuse_unsupported
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
@@ -34,6 +33,7 @@ from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_co
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
+from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.lora.checkpoint import target_modules
 from baton_serve.engine.model.quantized.formats import scheme

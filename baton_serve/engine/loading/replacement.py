@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from baton_serve.contracts.device import LoadFormat
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.loading.fingerprint import VOLATILE_KEYS
+from baton_serve.engine.model.fingerprint import VOLATILE_KEYS
 from baton_serve.engine.model_folder import first_line, weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]

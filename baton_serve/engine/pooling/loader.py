@@ -18,9 +18,9 @@ from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
-from baton_serve.engine.loading.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.loading.gguf import gguf_file
 from baton_serve.engine.model import rotary
+from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,

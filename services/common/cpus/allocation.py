@@ -13,6 +13,8 @@ from baton_serve.contracts.instance import Role
 
 T = TypeVar("T")
 
+BACKGROUND_ROLES = ("prefill", "encode")
+"""Roles whose work may pause while another instance on the same cores computes a decode step."""
 MIN_CORES_PER_INSTANCE = 4
 """Number of cores per instance from which prefill and decode get cores of their own.
 
@@ -94,11 +96,11 @@ def _nodes(host: HostCpus) -> list[list[int]]:
 
 
 def _share_cores(cpus: list[int], roles: Sequence[Role], *, is_bound: bool) -> list[CpuAllocation]:
-    """Give all cores `cpus` to each prefill worker, and divide the same cores among the other instances. With
-    `is_bound`, threads are bound to these cores; otherwise only their number is limited.
+    """Give all cores `cpus` to each prefill and encode worker, and divide the same cores among the other instances.
+    With `is_bound`, threads are bound to these cores; otherwise only their number is limited.
     """
-    others = iter(_split_evenly(cpus, sum(role != "prefill" for role in roles)))
-    own = [cpus if role == "prefill" else next(others) for role in roles]
+    others = iter(_split_evenly(cpus, sum(role not in BACKGROUND_ROLES for role in roles)))
+    own = [cpus if role in BACKGROUND_ROLES else next(others) for role in roles]
     return [
         CpuAllocation(len(part), tuple(part) if is_bound else (), _niceness(role), shares_cores=True)
         for part, role in zip(own, roles, strict=True)
@@ -106,7 +108,7 @@ def _share_cores(cpus: list[int], roles: Sequence[Role], *, is_bound: bool) -> l
 
 
 def _niceness(role: Role) -> int:
-    return BACKGROUND_NICE if role == "prefill" else 0
+    return BACKGROUND_NICE if role in BACKGROUND_ROLES else 0
 
 
 def _split_nodes(nodes: list[list[int]], count: int) -> list[list[int]]:

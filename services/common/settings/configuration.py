@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 S = TypeVar("S", bound=msgspec.Struct)
 
 ROLES = (
-    "serve", "router", "prefill", "decode", "unified", "chat", "complete", "run_batch", "doctor", "drain", "rotate",
+    "serve", "router", "prefill", "decode", "unified", "encode", "chat", "complete", "run_batch", "doctor",
+    "drain", "rotate",
 )  # fmt: skip
 """The commands that have settings; each may have a section in the file."""
 # With a double underscore. With one, Kubernetes' own variables for a Service named `baton-router`, such as

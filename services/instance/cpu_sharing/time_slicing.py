@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from baton_serve.contracts.instance import Role
+from baton_serve.services.common.cpus.allocation import BACKGROUND_ROLES
 from baton_serve.services.instance.cpu_sharing.time_slice_memory import (
     COMPUTES_UNTIL,
     MAX_PROCESSES,
@@ -155,6 +156,6 @@ def make_time_slicer(settings: InstanceSettings, role: Role, yield_to_others: Yi
         ) from exc
     return (
         YieldingTimeSlicer(memory, yield_to_others)
-        if role == "prefill"
+        if role in BACKGROUND_ROLES
         else BoundedTimeSlicer(memory, settings.core_turns_share)
     )

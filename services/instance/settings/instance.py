@@ -244,6 +244,14 @@ class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
             extra={"aliases": ["--swap-space"]},
         ),
     ] = 0.0
+    embedding_cache_gb: Annotated[
+        float,
+        Meta(
+            description="GiB of host memory for embeddings of images: of encode instances to keep them for later"
+            " requests, of prefill and unified instances for what arrives from encode instances at the same time",
+            gt=0,
+        ),
+    ] = 1.0
     block_size: Annotated[
         int | None, Meta(description="tokens per KV block (default: 16 on cpu, 64 on other devices)", ge=1)
     ] = None

@@ -7,15 +7,16 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from types import coroutine
+from typing import get_args
 
 import msgspec
 
+from baton_serve.contracts.instance import Role
 from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.generation_starter import GenerationStarter
 from baton_serve.services.router.api.model_view import ModelView
 from baton_serve.services.router.cluster.adapter_folder import AdapterFolder
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.readiness import count_pools
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
 from baton_serve.services.router.protocol.bounds import MAX_TOKENISED
 from baton_serve.services.router.protocol.caller import Slo
@@ -43,7 +44,7 @@ def _yield_to_loop() -> Generator[None, None, None]:
 
 
 def _pool_size(view: ModelView, role: str) -> int:
-    return count_pools(view)[role]
+    return sum(one.record.role == role and one.state == "ready" and one.takes_work for one in view.instances())
 
 
 class ModelService:
@@ -81,7 +82,7 @@ class ModelService:
         """Decodes the audio files of clients; None if the model does not transcribe audio."""
         self.started_at = self.now()
         self.view = ModelView(settings, cluster)
-        for role in ("prefill", "decode", "unified"):
+        for role in get_args(Role):
             metrics.pool_instances(role).set_function(partial(_pool_size, self.view, role))
         self._starter = GenerationStarter(
             settings, model=model, view=self.view, dispatcher=dispatcher, metrics=metrics, clock=clock

@@ -35,6 +35,10 @@ class ModelView:
         self._is_known = False
 
     def workers(self) -> list[WorkerState]:
+        """Return the instances that compute prompts or answers of this model: all but the encode instances."""
+        return [worker for worker in self.instances() if worker.record.role != "encode"]
+
+    def instances(self) -> list[WorkerState]:
         """Return the instances of this model that the router knows."""
         workers = self._cluster.workers()
         # With a single model, instances need not carry the name that the router knows: the folder's path may differ

@@ -8,7 +8,7 @@ again for as long as the registry has the instance's generation.
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -38,7 +38,7 @@ from baton_serve.services.router.cluster.drain_migration import migrate
 from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber
 from baton_serve.services.router.cluster.offered_adapters import load_missing_adapters
 from baton_serve.services.router.cluster.prefill_fallback import PrefillFallback
-from baton_serve.services.router.cluster.routable import RoutableWorkers, serves_model
+from baton_serve.services.router.cluster.routable import RoutableWorkers, ready_encoders, serves_model
 from baton_serve.services.router.cluster.worker_state import WorkerLink, WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex
 from baton_serve.services.router.placement.policy import ClusterView
@@ -225,23 +225,26 @@ class Cluster:
         lora: str = "",
         *,
         has_images: bool = False,
+        embeddings: Callable[[KVLayout], Mapping[bytes, BlockHash]] = lambda layout: {},
     ) -> ClusterView:
         """Return the instances that can serve a request now, each with the length of the prompt's prefix that it has
         cached.
 
-        `block_hashes` returns the prompt's block hashes for a KV layout. See `RoutableWorkers.serving` for the other
-        arguments. Each call counts as one turn of the policies `round_robin` and `random`.
+        `block_hashes` returns the prompt's block hashes for a KV layout, and `embeddings` the first block hash of each
+        image's embeddings. See `RoutableWorkers.serving` for the other arguments. Each call counts as one turn of the
+        policies `round_robin` and `random`.
         """
         now = self._clock()
         self.index.expire(now)
         self._turn += 1
         routable_workers = self.routable_workers().serving(model, lora, has_images=has_images).with_allowed_traffic(now)
-        candidates = routable_workers.candidates(block_hashes, self.index, now)
+        encoders = ready_encoders(self._workers.values(), embeddings, self.index, now) if has_images else []
+        candidates = routable_workers.candidates(block_hashes, self.index, now, needs_held=bool(encoders))
         is_asleep = not candidates and any(
             worker.record.sleeping and (model is None or serves_model(worker.record, model))
             for worker in self._workers.values()
         )
-        return ClusterView(candidates, self._turn, self._fallback.is_allowed, is_asleep)
+        return ClusterView(candidates, self._turn, self._fallback.is_allowed, is_asleep, encoders)
 
     def _refresh(self) -> None:
         """Add and remove instances according to the present records in the registry. It is called when these change."""
@@ -452,3 +455,8 @@ def _log_impossible_handoffs(here: InstanceRecord, others: Iterable[InstanceReco
             if (reason := obstacle(source.layout, sink.layout)) is not None:
                 ends = f"{source.instance} ({source.layout}) to {sink.instance} ({sink.layout})"
                 logger.warning("no KV handoff is possible, %s: %s", reason, ends)
+        encoder, other = (here, there) if here.role == "encode" else (there, here)
+        is_used = other.embedding_layout in (None, encoder.layout)
+        if encoder.role == "encode" and not is_used and serves_model(other, frozenset({encoder.model})):
+            differing = "the weights, the image processors or the data types differ"
+            logger.warning("%s does not use embeddings of %s: %s", other.instance, encoder.instance, differing)

@@ -31,7 +31,7 @@ def missing_adapters(newcomer: InstanceRecord, others: Iterable[InstanceRecord])
 
     An adapter of the same name counts as present, even if it was loaded from another folder.
     """
-    if newcomer.pooling is not None:
+    if newcomer.pooling is not None or newcomer.role == "encode":
         return []
     names = {newcomer.model, *newcomer.model_aliases}
     same = [other for other in others if other.model in names or not names.isdisjoint(other.model_aliases)]

@@ -39,7 +39,7 @@ class PrefillFallback:
         """Record that an instance has become ready. The first prefill instance starts the waiting time; a decode or
         unified instance ends it, and from then on the fallback is allowed.
         """
-        if self._after_s is None or self.is_allowed or record.pooling is not None:
+        if self._after_s is None or self.is_allowed or record.pooling is not None or record.role == "encode":
             return
         if record.role != "prefill":
             # It has no effect while this instance is ready. If it is lost, its streams must not wait.
@@ -65,7 +65,8 @@ def only_prefill_generates(workers: Iterable[WorkerState]) -> bool:
     """Return whether prefill instances are the only ones among `workers` that can generate answers: no decode or
     unified instance accepts requests.
 
-    Instances of pooling models do not count.
+    Instances that compute vectors do not count.
     """
     records = [worker.record for worker in workers if worker.takes_work and worker.record.pooling is None]
+    records = [record for record in records if record.role != "encode"]
     return any(record.can_generate for record in records) and all(record.role == "prefill" for record in records)

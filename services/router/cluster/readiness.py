@@ -31,9 +31,11 @@ class WatchedCluster(HasWorkers, Protocol):
 
 
 def count_pools(cluster: HasWorkers) -> Mapping[str, int]:
-    """Return by role (`prefill`, `decode`, `unified`) how many instances accept requests."""
+    """Return by role how many instances accept requests. The optional pool `encode` is left out while it is empty."""
     roles = Counter[str](w.record.role for w in cluster.workers() if w.state == "ready" and w.takes_work)
-    return {role: roles[role] for role in ("prefill", "decode", "unified")}
+    return {role: roles[role] for role in ("prefill", "decode", "unified")} | (
+        {"encode": roles["encode"]} if roles["encode"] else {}
+    )
 
 
 def fallback_warning(cluster: WatchedCluster) -> str | None:

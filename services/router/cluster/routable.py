@@ -9,6 +9,7 @@ from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex, Match
+from baton_serve.services.router.placement.encoding import Encoder
 from baton_serve.services.router.placement.policy import UNMEASURED_TOKENS_PER_S, Candidate
 
 _NO_MATCH = Match()
@@ -25,7 +26,7 @@ class RoutableWorkers:
     """
 
     def __init__(self, workers: Iterable[WorkerState]) -> None:
-        self._workers = [w for w in workers if w.takes_work and w.record.pooling is None]
+        self._workers = [w for w in workers if w.takes_work and w.record.pooling is None and w.record.role != "encode"]
         self._by_layout: dict[KVLayout, list[WorkerState]] = {}
         for worker in self._workers:
             self._by_layout.setdefault(worker.record.layout, []).append(worker)
@@ -68,13 +69,19 @@ class RoutableWorkers:
         return RoutableWorkers(w for w in self._workers if w.circuit_breaker.allows(now) or w.record.role not in roles)
 
     def candidates(
-        self, block_hashes: Callable[[KVLayout], Sequence[BlockHash]], index: BlockIndex, now: float
+        self,
+        block_hashes: Callable[[KVLayout], Sequence[BlockHash]],
+        index: BlockIndex,
+        now: float,
+        *,
+        needs_held: bool = False,
     ) -> list[Candidate]:
         """Return all instances as candidates for one request, each with the length of the prompt's prefix that it has
         cached.
 
         `block_hashes` returns the prompt's block hashes for a KV layout: they depend on block size and dtype. `index`
-        knows the cached blocks, and `now` is the time for which the load is computed.
+        knows the cached blocks, and `now` is the time for which the load is computed. With `needs_held` the prefix that
+        each instance has reported is looked up even if all are equal.
         """
         found: list[Candidate] = []
         for layout, workers in self._by_layout.items():
@@ -84,9 +91,10 @@ class RoutableWorkers:
             if layout.state_bytes:
                 branches = _branches(matches, layout)
                 matches = index.up_to_checkpoints(wanted, matches, layout.state_blocks)
-            # The second walk over the prompt is needed only to find a prefix that one instance can fetch from another.
-            is_uneven = _prefixes_differ(matches, workers)
-            held = index.held(wanted, state_blocks=layout.state_blocks) if is_uneven else {}
+            # The second walk over the prompt is needed only for images that may have to be encoded, and to find a
+            # prefix that one instance can fetch from another.
+            must_walk = needs_held or _prefixes_differ(matches, workers)
+            held = index.held(wanted, state_blocks=layout.state_blocks) if must_walk else {}
             assumed_rate = self._assumed_rates[layout]
             for worker in workers:
                 instance = worker.record.instance
@@ -125,3 +133,25 @@ def _branches(matches: Mapping[InstanceId, Match], layout: KVLayout) -> tuple[in
 def serves_model(record: InstanceRecord, names: frozenset[str]) -> bool:
     """Return whether an instance serves a model that has one of the `names`."""
     return record.model in names or not names.isdisjoint(record.model_aliases)
+
+
+def ready_encoders(
+    workers: Iterable[WorkerState],
+    embeddings: Callable[[KVLayout], Mapping[bytes, BlockHash]],
+    index: BlockIndex,
+    now: float,
+) -> list[Encoder]:
+    """Return the encode instances that accept images now, each with the embeddings of one prompt that it has.
+
+    `embeddings` returns the first block hash of each image's embeddings, by the image's digest. An instance whose
+    circuit breaker is open is left out: the images can be encoded elsewhere.
+    """
+    found: list[Encoder] = []
+    for worker in workers:
+        record = worker.record
+        if record.role == "encode" and worker.takes_work and worker.circuit_breaker.allows(now):
+            names = embeddings(record.layout).items()
+            held = frozenset(digest for digest, name in names if record.instance in index.match([name]))
+            queued = record.load.running + record.load.waiting + worker.unreported_images
+            found.append(Encoder(instance=record.instance, layout=record.layout, queued_images=queued, held=held))
+    return found

@@ -142,6 +142,8 @@ class WorkerState:
     own_sequences: int = 0
     unreported_blocks: int = 0
     """Blocks of requests that were placed after the last load report, which therefore counts them as free."""
+    unreported_images: int = 0
+    """Images that this router has sent there to be encoded since the last load report."""
     foreign_tokens: int = 0
     """Prompt tokens that other routers have queued there, according to the last report."""
     foreign_sequences: int = 0
@@ -162,9 +164,10 @@ class WorkerState:
     def is_expected(self) -> bool:
         """True if the instance accepts no requests now but may soon do so: it is connecting, lost or draining.
 
-        An instance that sleeps is not expected: nobody knows when an operator will wake it up.
+        An instance that sleeps is not expected: nobody knows when an operator will wake it up. No request waits for an
+        encode instance.
         """
-        return not self.takes_work and not self.record.sleeping
+        return not self.takes_work and not self.record.sleeping and self.record.role != "encode"
 
     def prepare(self, message: ToInstance) -> Sending:
         """Encode `message` and return a function that sends it to the instance.
@@ -231,7 +234,7 @@ class WorkerState:
         # A report may be older than this router's last request or token, so the difference may even be negative.
         self.foreign_tokens = max(0, load.queued_tokens - self.own_tokens)
         self.foreign_sequences = max(0, load.running + load.waiting - self.own_sequences)
-        self.unreported_blocks = 0
+        self.unreported_blocks = self.unreported_images = 0
         for estimate in self.load_estimates.values():
             estimate.is_reported = True
 
@@ -282,6 +285,7 @@ class WorkerState:
             cached_tokens=match.device * block_tokens,
             host_cached_tokens=(match.total - match.device) * block_tokens,
             turnover=self.recent_tokens / max(1, load.total_blocks * block_tokens),
+            embedding_layout=record.embedding_layout,
             can_generate=record.can_generate,
             machine=record.host,
             held_tokens=held_blocks * block_tokens,

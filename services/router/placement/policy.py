@@ -19,6 +19,8 @@ import msgspec
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.layout import KVLayout, obstacle
+from baton_serve.contracts.media import MediaSpan
+from baton_serve.services.router.placement.encoding import Encoder, assign_images
 from baton_serve.services.router.placement.prefix_pull import PullPlan, PullPolicy, best_holders, plan_pull
 
 
@@ -88,6 +90,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """`num_tokens` and the cached prefix begin with the positions of a source, which is never pulled."""
     has_images: bool = False
     """The prompt has images, so a decode instance cannot compute it: it has no vision tower."""
+    media: Sequence[MediaSpan] = ()
+    """The images that an encode instance could encode."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +118,8 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     The larger it is, the sooner a cached block is evicted.
     """
+    embedding_layout: KVLayout | None = None
+    """Layout of the embeddings of images that it can fetch (`InstanceRecord.embedding_layout`)."""
     can_generate: bool = False
     """True if it is a prefill instance that can also generate answers (`InstanceRecord.can_generate`)."""
     machine: str = ""
@@ -188,6 +194,8 @@ class ClusterView(msgspec.Struct, frozen=True):
     """True if prefill instances may generate answers when the view has no decode or unified instance."""
     is_asleep: bool = False
     """True if an instance that could serve the request sleeps."""
+    encoders: Sequence[Encoder] = ()
+    """Encode instances, for a prompt with images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,6 +228,8 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     misses_handoff: bool = False
     """One instance computes the prompt, though it is long enough for disaggregation and both pools have instances:
     no prefill instance can hand off blocks to a decode instance that has room for the prompt."""
+    encoding: Mapping[InstanceId, tuple[bytes, ...]] = {}
+    """Digests of the images that each encode instance encodes; all others are encoded where the prompt is computed."""
     shortest_queue_s: float = 0.0
     """Queueing time in seconds at the least busy instance that could have computed the prompt; 0 if one is idle."""
 
@@ -295,6 +305,12 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
             best = option
     if best is None:
         return NoCapacity("empty_pool", _no_capacity_message(candidates, demand, is_asleep=cluster.is_asleep))
+    if cluster.encoders:
+        final = best.final_worker
+        # Blocks that are only expected there do not exist yet, so they save no encoding.
+        cached_tokens, layout = final.held_tokens, final.embedding_layout
+        encoding = assign_images(demand.media, cluster.encoders, layout, cached_tokens=cached_tokens)
+        best = msgspec.structs.replace(best, encoding=encoding)
     is_miss = _misses_handoff(best, demand, policy, candidates, groups)
     return msgspec.structs.replace(best, misses_handoff=True) if is_miss else best
 

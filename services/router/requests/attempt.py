@@ -1,14 +1,26 @@
 """An attempt: one placement of sequences of a request, the workers that compute them, and the messages to them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import ceil
 from typing import Protocol
 
 import msgspec
 
 from baton_serve.contracts.identity import BlockHash, RequestId, new_ticket_id
-from baton_serve.contracts.messages import Answer, Cancel, Decode, Generate, Prefill, Pull, Ticket, Tokens, Work
-from baton_serve.services.router.cluster.worker_state import Lease, LoadEstimate, Sending, WorkerState
+from baton_serve.contracts.messages import (
+    Answer,
+    Cancel,
+    Decode,
+    Encode,
+    FetchEmbeddings,
+    Generate,
+    Prefill,
+    Pull,
+    Ticket,
+    Tokens,
+    Work,
+)
+from baton_serve.services.router.cluster.worker_state import Lease, LoadEstimate, WorkerState
 from baton_serve.services.router.placement.policy import Candidate, Placement
 from baton_serve.services.router.requests.prompt_request import PromptBlockHashes
 from baton_serve.services.router.text.token_sequence import TokenSequence
@@ -19,6 +31,14 @@ PULL_EXTRA_TIMEOUT_S = 1.0
 
 After it the worker computes the prefix instead.
 """
+
+
+class ImageEncoding(msgspec.Struct, frozen=True):
+    """The images of a prompt that one encode instance encodes, with the messages about them."""
+
+    worker: WorkerState
+    encode: Encode
+    fetch: FetchEmbeddings
 
 
 class AttemptOwner(Protocol):
@@ -67,6 +87,8 @@ class Attempt(msgspec.Struct, eq=False):
     """The handoff is complete, or there is none: the decode worker needs no more blocks of the prefill worker."""
     first_token_at: dict[int, float] = {}
     """Arrival of the first token from `prefill`, by sequence, until the second one arrives from `decode`."""
+    encoders: list[WorkerState] = []
+    """The encode instances that were sent images of the prompt."""
     leases: list[Lease] = []
     """The load that is counted on the workers until `end` releases it."""
 
@@ -79,13 +101,14 @@ class Attempt(msgspec.Struct, eq=False):
         handoff_timeout_s: float,
         pull_from: WorkerState | None = None,
         images: Sequence[bytes] = (),
+        encodings: Sequence[ImageEncoding] = (),
     ) -> None:
         """Count the attempt as load of its instances and send its messages to all of them at the same time.
 
         Each instance gets the root of the block hashes in its own KV layout. `pull_from` is the instance from which the
         one that computes the prompt fetches a cached prefix, or None; the one that computes the prompt also gets the
-        `images`. Raises `contracts.wire.WireError` if a message cannot be encoded, and any error of a connection; the
-        caller then calls `end`.
+        `images`, and fetches the embeddings of `encodings`. Raises `contracts.wire.WireError` if a message cannot be
+        encoded, and any error of a connection; the caller then calls `end`.
         """
         prompt_worker = self.prefill or self.decode
         assert prompt_worker is not None
@@ -94,21 +117,24 @@ class Attempt(msgspec.Struct, eq=False):
         pull = _pull(self.request_id, placement, pull_from, prompt_worker, block_hashes)
         # Encode all messages before anything is counted or sent: encoding fails for requests that the wire format
         # cannot express, and then no worker must have got a part of the attempt.
-        prepared: list[Sending] = []
+        prepared = [encoding.worker.prepare(encoding.encode) for encoding in encodings]
+        fetches = [encoding.fetch for encoding in encodings]
         if self.prefill is None:
             assert self.decode is not None
-            prepared.append(
-                self.decode.prepare(Generate(_with_root_of(work, block_hashes, self.decode), pull, list(images)))
-            )
+            own = _with_root_of(work, block_hashes, self.decode)
+            prepared.append(self.decode.prepare(Generate(own, pull, list(images), fetches)))
         else:
             ticket = None
             if self.decode is not None:
                 ticket = _ticket(self.request_id, self.prefill, self.decode, block_hashes, handoff_timeout_s)
-            prefill = Prefill(_with_root_of(work, block_hashes, self.prefill), ticket, pull, list(images))
+            prefill = Prefill(_with_root_of(work, block_hashes, self.prefill), ticket, pull, list(images), fetches)
             prepared.append(self.prefill.prepare(prefill))
             if self.decode is not None and ticket is not None:
                 prepared.append(self.decode.prepare(Decode(_with_root_of(work, block_hashes, self.decode), ticket)))
         self._assign(placement, len(work.token_ids))
+        for encoding in encodings:
+            encoding.worker.unreported_images += len(encoding.encode.images)
+            self.encoders.append(encoding.worker)
         for send in prepared:
             send()
 
@@ -147,6 +173,8 @@ class Attempt(msgspec.Struct, eq=False):
         """
         for lease in self.leases:
             lease.release()
+        for worker in self.encoders:
+            worker.circuit_breaker.abandon_attempt(self.request_id)
         if cancel:
             for worker in self.workers():
                 worker.send(Cancel(self.request_id))
@@ -239,6 +267,33 @@ def _pull(
     timeout_s = PULL_TIMEOUT_FACTOR * plan.seconds + PULL_EXTRA_TIMEOUT_S
     ticket = _ticket(request_id, source, sink, block_hashes, timeout_s)
     return Pull(ticket=ticket, num_blocks=plan.num_tokens // block_tokens)
+
+
+def image_encodings(
+    request_id: RequestId,
+    encoding: Mapping[WorkerState, Sequence[bytes]],
+    sink: WorkerState,
+    block_hashes: PromptBlockHashes,
+    *,
+    images: Sequence[bytes],
+    timeout_s: float,
+) -> list[ImageEncoding]:
+    """Return the messages by which encode instances encode images for the worker `sink`. `encoding` has the digests of
+    the images of each instance; `images` are the files of the prompt, in the order in which it first shows them.
+    """
+    digests = dict.fromkeys(span.digest for span in block_hashes.media)
+    files = dict(zip(digests, images, strict=True))
+    found: list[ImageEncoding] = []
+    for worker, wanted in encoding.items():
+        layout = worker.record.layout
+        ticket = msgspec.structs.replace(
+            _ticket(request_id, worker, sink, block_hashes, timeout_s),
+            source_layout=layout,
+            source_root=block_hashes.embedding_root(layout),
+        )
+        encode = Encode(ticket, [files[digest] for digest in wanted])
+        found.append(ImageEncoding(worker, encode, FetchEmbeddings(ticket=ticket, digests=list(wanted))))
+    return found
 
 
 def _ticket(

@@ -213,6 +213,7 @@ class RequestLifecycle:
             case PrefillReport():
                 worker.on_prefill_done(attempt.request_id)
                 worker.circuit_breaker.succeeded()
+                self._attempts.on_encoded(attempt, answer.failed_encoders)
                 self._owner.on_prefill_done(self)
                 # A replay reports again. The first report explains the time to first token, and only that one has the
                 # prompt's logprobs.

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from baton_serve.contracts.block_hash import cross_hashes, hash_blocks, root_hash
+from baton_serve.contracts.block_hash import cross_hashes, embedding_hashes, hash_blocks, root_hash
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
@@ -93,6 +93,8 @@ class RequestPolicy:
     """Seconds that a request waits for an instance if none can take it."""
     expected_blocks_ttl_s: float
     """Seconds for which blocks of a new request count as cached before the worker's cache events arrive."""
+    encode_timeout_s: float = 10.0
+    """Seconds after which embeddings are not awaited any more, and the images are encoded with the prompt."""
     first_token_hold: float = 0.0
     """Longest time for which a first token is held back, as a multiple of the ITL SLO; 0 disables it."""
     logs_requests: bool = False
@@ -140,6 +142,15 @@ class PromptBlockHashes(msgspec.Struct):
                 known = [*cross_hashes(root, self.media[0].digest, layout.source_blocks), *known]
             self._hashes[layout] = known
         return known
+
+    def embedding_root(self, layout: KVLayout) -> BlockHash:
+        """Return the root of the embeddings of images in their layout. Adapters change the decoder only."""
+        return _root(layout, self.cache_salt, "")
+
+    def embeddings(self, layout: KVLayout) -> dict[bytes, BlockHash]:
+        """Return the hash of the first block of each image's embeddings, by the image's digest."""
+        root = self.embedding_root(layout)
+        return {span.digest: embedding_hashes(root, span.digest, 1)[0] for span in self.media}
 
 
 # Most requests have no salt and no adapter, and so the same root in each layout.

@@ -13,7 +13,13 @@ from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.placement.policy import Candidate, Demand, NoCapacity, Placement, place
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.requests.attempt import Attempt, AttemptOwner, sequence_indexes
+from baton_serve.services.router.requests.attempt import (
+    Attempt,
+    AttemptOwner,
+    ImageEncoding,
+    image_encodings,
+    sequence_indexes,
+)
 from baton_serve.services.router.requests.prompt_request import (
     PromptBlockHashes,
     PromptRequest,
@@ -157,9 +163,16 @@ class RequestAttempts:
             itl_s=self._timing.slo.itl_s,
             ttft_s=self._timing.ttft_budget_s(self._clock()),
             has_images=bool(request.media),
+            media=request.media,
             has_source=request.source_tokens > 0,
         )
-        view = self._cluster.view(block_hashes.hashes, request.model, request.lora, has_images=demand.has_images)
+        view = self._cluster.view(
+            block_hashes.hashes,
+            request.model,
+            request.lora,
+            has_images=demand.has_images,
+            embeddings=block_hashes.embeddings,
+        )
         return place(demand, view, self._policy.policy)
 
     def _new_attempt(
@@ -222,6 +235,7 @@ class RequestAttempts:
     def _send(self, attempt: Attempt, placement: Placement, work: Work, block_hashes: PromptBlockHashes) -> None:
         """Send the messages of a new attempt to its instances. If this raises, the caller ends the attempt."""
         plan = placement.final_worker.pull
+        encodings = self._encodings(attempt, placement, block_hashes, work.timeout_s)
         attempt.start(
             work,
             placement,
@@ -230,13 +244,45 @@ class RequestAttempts:
             handoff_timeout_s=min(self._policy.handoff_timeout_s, work.timeout_s),
             pull_from=self._cluster.worker(plan.source) if plan is not None else None,
             images=self._request.images,
+            encodings=encodings,
         )
+        until = self._clock() + self._policy.expected_blocks_ttl_s
+        for encoding in encodings:
+            encoding.worker.circuit_breaker.begin_attempt(attempt.request_id, self._clock())
+            names = block_hashes.embeddings(encoding.worker.record.layout)
+            expected = [names[digest] for digest in encoding.fetch.digests]
+            self._cluster.index.expect(encoding.worker.record.instance, expected, until=until)
         for worker in attempt.workers():
             hashes: Sequence[BlockHash] = block_hashes.hashes(worker.record.layout)
             if worker is (attempt.prefill or attempt.decode):
                 checkpoints = _expected_checkpoints(hashes, worker.record.layout, placement.final_worker.branches)
                 hashes = [*hashes, *checkpoints]
             self._record_sent(attempt, worker, hashes)
+
+    def _encodings(
+        self, attempt: Attempt, placement: Placement, block_hashes: PromptBlockHashes, timeout_s: float
+    ) -> list[ImageEncoding]:
+        """Return the messages to and about the encode instances that the placement names."""
+        sink = attempt.prefill or attempt.decode
+        if not placement.encoding or sink is None:
+            return []
+        workers = {self._cluster.worker(instance): digests for instance, digests in placement.encoding.items()}
+        return image_encodings(
+            attempt.request_id,
+            {worker: digests for worker, digests in workers.items() if worker is not None},
+            sink,
+            block_hashes,
+            images=self._request.images,
+            timeout_s=min(self._policy.encode_timeout_s, timeout_s),
+        )
+
+    def on_encoded(self, attempt: Attempt, failed: Sequence[InstanceId]) -> None:
+        """Record which encode instances have failed the prompt of an attempt; the others have done their part."""
+        for worker in attempt.encoders:
+            if worker.record.instance in failed:
+                worker.circuit_breaker.failed(self._clock())
+            else:
+                worker.circuit_breaker.succeeded()
 
     def _record_sent(self, attempt: Attempt, worker: WorkerState, hashes: Sequence[BlockHash]) -> None:
         """Record in the router's block index that an instance has been sent the prompt and will soon cache the blocks

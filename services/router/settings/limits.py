@@ -126,6 +126,14 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
             description="longest time from placement until the KV blocks of the prompt are on the decode instance", gt=0
         ),
     ] = 120.0
+    encode_timeout_s: Annotated[
+        float,
+        Meta(
+            description="longest time for which a prompt waits for embeddings of its images from encode instances; then"
+            " the images are encoded with the prompt",
+            gt=0,
+        ),
+    ] = 10.0
 
 
 class HttpSettings(AdmissionSettings, frozen=True, kw_only=True):

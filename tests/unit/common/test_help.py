@@ -25,6 +25,7 @@ OPTIONS: dict[str, list[Option]] = {
     "prefill": INSTANCE,
     "decode": INSTANCE,
     "unified": INSTANCE,
+    "encode": INSTANCE,
     "chat": options_of(ChatSettings),
 }
 GENERAL = {"--config", "--version", "--help"}

@@ -17,9 +17,10 @@ from torch import Tensor
 
 from baton_serve.audio_samples import Samples, mono, resampled
 from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 _WAV_ERRORS = (wave.Error, EOFError, ValueError, OSError)
@@ -29,6 +30,8 @@ class HFAudioReader:
     """Implements `ImageReader` for audio: it turns WAV files into mel features with the feature extractor of
     transformers.
     """
+
+    embedding_layout: KVLayout | None = None
 
     def __init__(self, folder: Path) -> None:
         """Load the feature extractor of the model in a folder. Raises `ModelError` if that fails."""
@@ -41,7 +44,7 @@ class HFAudioReader:
         except LOAD_ERRORS as exc:
             raise ModelError(f"cannot load a feature extractor from {folder}: {first_line(exc)}") from exc
 
-    def read(self, images: Iterable[bytes]) -> Pixels:
+    def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
         """Return the mel features of audio files, by the digest of the file: float32 [mel bins, frames] in host memory.
         `images` are WAV files, each of which holds one window of audio.
 

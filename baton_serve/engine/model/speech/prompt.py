@@ -15,7 +15,7 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
-from baton_serve.engine.model.vision.placeholders import Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
 
 
 class PromptAudio:
@@ -54,7 +54,9 @@ class PromptAudio:
         """
         # From now on the whole prompt can be computed here, whatever is cached.
         request.has_images = True
-        self._windows[request] = pixels[request.work.media[0].digest].inputs["input_features"]
+        window = pixels[request.work.media[0].digest]
+        assert isinstance(window, DecodedImage), "only images are encoded elsewhere"
+        self._windows[request] = window.inputs["input_features"]
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return an empty list: audio has no embeddings that replace those of tokens, as images have."""

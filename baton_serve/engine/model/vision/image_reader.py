@@ -9,9 +9,10 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, digest_of, is_strip
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 MAX_PIXELS = 1 << 27
@@ -31,8 +32,10 @@ class HFImageReader:
         """
         self._processor = _processor_of(folder)
         self._settings = settings
+        self.embedding_layout: KVLayout | None = None
+        """The layout of blocks with embeddings of these images; the tower sets it, which knows their width."""
 
-    def read(self, images: Iterable[bytes]) -> Pixels:
+    def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
         """Decode image files and preprocess them for the vision tower; the result is keyed by the digest of the file.
 
         Raises `RequestError` if Pillow cannot decode a file, or if the image is too large or too narrow.

@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.core.sequence import Request
@@ -25,7 +26,18 @@ class DecodedImage(NamedTuple):
     height: int
 
 
-Pixels = Mapping[bytes, DecodedImage]
+class EncodedImage(NamedTuple):
+    """An image that an encode instance has encoded. `width` and `height` are those of the file.
+
+    `features` are its embeddings [number of tokens, width of a row] in host memory.
+    """
+
+    features: Tensor
+    width: int
+    height: int
+
+
+Pixels = Mapping[bytes, DecodedImage | EncodedImage]
 """Images of a prompt, by digest."""
 NO_PIXELS: Pixels = MappingProxyType({})
 """The pixels of prompts without images."""
@@ -34,7 +46,12 @@ NO_PIXELS: Pixels = MappingProxyType({})
 class ImageReader(Protocol):
     """Decodes image files (or audio files) and preprocesses them for the vision tower (or audio encoder)."""
 
-    def read(self, images: Iterable[bytes]) -> Pixels:
+    @property
+    def embedding_layout(self) -> KVLayout | None:
+        """Return the layout of blocks in which embeddings of images can be fetched; None if none can."""
+        ...
+
+    def read(self, images: Iterable[bytes]) -> Mapping[bytes, DecodedImage]:
         """Decode and preprocess files; the result is keyed by the digest of the file. Raises `RequestError` for a file
         that cannot be decoded.
         """

@@ -17,7 +17,7 @@ from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.placeholders import Pixels
+from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
@@ -78,6 +78,8 @@ class VisionPromptImages:
             # Rows of some families end with other tokens, but the first and the last are the image's.
             is_image = ends == {family.image_token_id} and tokens.count(family.image_token_id) == count
             has_grid = span.grid == family.token_grid(width=picture.width, height=picture.height)
+            if isinstance(picture, EncodedImage) and len(picture.features) != count:
+                raise RequestError("internal", f"an image has {len(picture.features)} embeddings instead of {count}")
             if span.start < at or not is_image or not has_grid:
                 raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
@@ -137,7 +139,12 @@ class VisionPromptImages:
         if known is None:
             known = self._kept.find((root, digest))
             if known is None:
-                known = self._tower.encode(images.pixels[digest])
+                picture = images.pixels[digest]
+                known = (
+                    self._tower.sent(picture.features)
+                    if isinstance(picture, EncodedImage)
+                    else self._tower.encode(picture)
+                )
             # Keeping it again makes it the most recently used one.
             self._kept.keep((root, digest), known)
             images.features[digest] = known

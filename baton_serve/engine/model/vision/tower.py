@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +12,13 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
+from baton_serve.engine.model.fingerprint import dummy_fingerprint, versioned, weights_fingerprint
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
@@ -55,7 +59,7 @@ class VisionTower:
         """
         module = cast(Any, self._module)
         # Processors also return what only their texts need, such as the number of tiles.
-        inputs = {name: self._sent(value) for name, value in picture.inputs.items() if name in self._names}
+        inputs = {name: self.sent(value) for name, value in picture.inputs.items() if name in self._names}
         stated = {name: getattr(module.config, name, None) for name in _STATED if name in self._names}
         output = module.get_image_features(**inputs, **stated)
         # older versions of transformers return the embeddings themselves
@@ -63,9 +67,9 @@ class VisionTower:
         added = getattr(output, "deepstack_features", None) or ()
         return torch.cat([features, *map(_joined, added)], dim=-1)
 
-    def _sent(self, value: Tensor) -> Tensor:
-        """Copy a tensor of the image processor to the device; floating-point tensors get the dtype of the tower's
-        weights.
+    def sent(self, value: Tensor) -> Tensor:
+        """Copy a tensor of the image processor, or embeddings, to the device; floating-point tensors get the dtype of
+        the tower's weights.
         """
         return value.to(self._device, self._dtype if value.is_floating_point() else None)
 
@@ -89,8 +93,26 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     hf_config = read_config(folder, config)
     module = _load(folder, hf_config, config, dtype)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
-    _try(tower, folder, hf_config.get_text_config())
+    width = _try(tower, folder, hf_config.get_text_config())
+    if width:
+        fingerprint, name = _fingerprint(folder, config, family, target), str(dtype).removeprefix("torch.")
+        reader.embedding_layout = embedding_layout(fingerprint, width=width, dtype=name)
     return tower
+
+
+def _fingerprint(folder: Path, config: EngineConfig, family: ImageFamily, target: torch.device) -> str:
+    """Return the hash of everything that the embeddings of an image depend on: weights and image processor.
+
+    It does not depend on what changes only the decoder, such as a quantization or a length: an encode instance does not
+    load it.
+    """
+    settings = [ModelFacts.of(folder).images, dict(family.processor_settings)]
+    variant = json.dumps(["embeddings", settings], sort_keys=True, default=str)
+    if config.load_format == "dummy":
+        found = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
+    else:
+        found = weights_fingerprint(folder, variant, weight_files(folder, config.load_format, config.loader.pattern))
+    return versioned(found, config.weights_version)
 
 
 def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
@@ -156,11 +178,13 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _try(tower: VisionTower, folder: Path, text: HfConfig) -> None:
+def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:
     """Encode some images of different sizes, so that an image processor that does not fit the tower is found at load.
+    Return the width of their embeddings, or 0 if the model reads none of these images.
 
     `text` is the decoder's config. Raises `ModelError` if encoding fails or the number of embeddings is wrong.
     """
+    row_width = 0
     for width, height in _TRIED:
         try:
             wanted = num_embeddings(tower.family.parts(width=width, height=height))
@@ -180,3 +204,5 @@ def _try(tower: VisionTower, folder: Path, text: HfConfig) -> None:
                 f"the vision tower in {folder} has features for more layers than the {text.num_hidden_layers} of its"
                 " decoder: give deepstack_visual_indexes fewer entries"
             )
+        row_width = encoded.shape[1]
+    return row_width

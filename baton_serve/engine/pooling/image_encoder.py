@@ -1,0 +1,336 @@
+"""The engine of an encode instance: the vision tower of a model without its decoder, and a cache of embeddings.
+
+Embeddings lie in blocks of host memory, from which other processes fetch them like KV blocks. A block pool names them,
+shares them between requests and evicts the least recently used ones. The owner calls the engine from one thread.
+"""
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import xxhash
+from torch import Tensor
+
+from baton_serve.contracts.block_hash import embedding_hashes
+from baton_serve.contracts.identity import BlockHash, RequestId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.media import EmbeddingShape
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.vision import UnfitImageError, num_embeddings
+from baton_serve.engine import device
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.core.block_pool import BlockPool
+from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
+from baton_serve.engine.errors import ConfigError, RequestError
+from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader
+from baton_serve.engine.model.vision.tower import VisionTower, load_tower
+from baton_serve.engine.model_folder import max_model_len_of, read_config
+
+logger = logging.getLogger(__name__)
+
+EMA_WEIGHT = 0.1
+"""Weight of the newest image in the moving average of the speed."""
+
+
+class SharedBlocks(Protocol):
+    """Host memory of blocks that other processes may map: `kvtransfer.memory.HostMemory`. Its bytes are zero at first,
+    and take no memory until they are written."""
+
+    num_blocks: int
+    block_bytes: int
+    shared_fd: int | None
+    host_view: memoryview | None
+
+    def close(self) -> None: ...
+
+
+class MakeBlocks(Protocol):
+    """Allocates the memory of the cache when the size of a block is known."""
+
+    def __call__(self, layout: KVLayout, /) -> SharedBlocks: ...
+
+
+class EncodeObserver(Protocol):
+    """Counts what an image encoder does. Called from the engine thread."""
+
+    def computed(self, seconds: float) -> None: ...
+    def found(self, num_images: int) -> None: ...
+    def damaged(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Embedding:
+    """The embeddings of one image, in the blocks of these hashes. `checksum` is that of their rows."""
+
+    shape: EmbeddingShape
+    names: list[BlockHash]
+    checksum: int
+
+
+@dataclass(slots=True)
+class _EncodeRequest:
+    """The images of one request: embeddings with the blocks that it owns, and images, by digest, to be encoded."""
+
+    root: BlockHash
+    owned: list[tuple[_Embedding, list[int]]] = field(default_factory=list)
+    waiting: dict[bytes, DecodedImage] = field(default_factory=dict)
+
+
+class ImageEncoder:
+    """A loaded vision tower with its cache. Has the methods of `Engine` that all instances need.
+
+    A request first claims the embeddings that are cached, then adds the other images, and owns all their blocks until
+    `release`.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        make_blocks: MakeBlocks,
+        *,
+        observer: EncodeObserver,
+        progress: LoadProgress | None = None,
+    ) -> None:
+        """Load the tower and allocate the cache. Raises `ConfigError` or `ModelError`."""
+        config.check()
+        report = progress or (lambda what, fraction: None)
+        self.device = device.select_device(config.device)
+        report("loading weights", 0.0)
+        self._tower, self.layout, self.max_model_len = _load(config, self.device)
+        self.memory = make_blocks(self.layout)
+        self._pool = BlockPool(self.memory.num_blocks)
+        self._observer = observer
+        self._known: OrderedDict[BlockHash, _Embedding] = OrderedDict()
+        """Embeddings that were computed, by the hash of their first block; some may have been evicted."""
+        self._requests: dict[RequestId, _EncodeRequest] = {}
+        self._is_blocked = False
+        """The next image needs more blocks than are free: nothing can be done before a `release`."""
+        self.last_batch = BatchSize()
+        """Size of the last image, as one sequence; any thread may read it."""
+        self._rows_per_s = 0.0
+        self._num_images = self._num_rows = self._num_asked_rows = self._num_found_rows = 0
+        report("ready", 1.0)
+
+    @property
+    def reader(self) -> ImageReader:
+        """Decodes image files; usable from any thread."""
+        return self._tower.reader
+
+    def claim(self, request_id: RequestId, root: BlockHash, digests: Sequence[bytes]) -> list[bytes]:
+        """Begin a request: own the cached embeddings of these images. Return the digests of the others, for `add`."""
+        request = self._requests[request_id] = _EncodeRequest(root)
+        return [digest for digest in digests if not self._take_cached(request, digest)]
+
+    def add(self, request_id: RequestId, images: Mapping[bytes, DecodedImage]) -> None:
+        """Queue images of a claimed request, by digest. A step reports the request as `held` after its last image.
+
+        Raises `RequestError` for an image that the model cannot read, or that is larger than the cache.
+        """
+        for image in images.values():
+            if -(-self._rows_of(image) // self.layout.block_tokens) > self._pool.num_total:
+                raise RequestError("too_long", "an image is larger than the cache of embeddings (--embedding-cache-gb)")
+        self._requests[request_id].waiting |= images
+
+    def blocks_of(self, request_id: RequestId) -> list[tuple[EmbeddingShape, list[NamedBlock]]]:
+        """Return the embeddings of a request that is held: their shapes, and the blocks that hold their rows."""
+        return [
+            (known.shape, [NamedBlock(*pair) for pair in zip(known.names, blocks, strict=True)])
+            for known, blocks in self._requests[request_id].owned
+        ]
+
+    def release(self, request_id: RequestId) -> None:
+        """End a request: its blocks stay cached until others need them. Ignore unknown requests."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return
+        for _, blocks in request.owned:
+            # The pool evicts what was released first. The router looks for the first block only, so that one goes
+            # first: while it is cached, all are.
+            self._pool.release(blocks[::-1])
+        self._is_blocked = False
+
+    def has_work(self) -> bool:
+        """Return whether an image can be encoded now."""
+        return not self._is_blocked and any(request.waiting for request in self._requests.values())
+
+    def step(self) -> StepResult:
+        """Encode the next image; requests are served in the order of `claim`."""
+        result = StepResult()
+        request_id = next((one for one, request in self._requests.items() if request.waiting), None)
+        if request_id is None:
+            return result
+        request = self._requests[request_id]
+        digest, image = next(iter(request.waiting.items()))
+        # An earlier request may have had the same image.
+        if not self._take_cached(request, digest) and not self._encode(request, digest, image, result, request_id):
+            return result
+        request.waiting.pop(digest, None)
+        if not request.waiting:
+            result.held.append(request_id)
+        result.events = self._pool.take_events()
+        return result
+
+    def cached_block_hashes(self) -> list[BlockHash]:
+        """Return the hashes of all cached blocks."""
+        return self._pool.cached_block_hashes()
+
+    def stats(self) -> EngineStats:
+        """Return the load and counters. Tokens are rows of embeddings; fields about decoding are 0."""
+        waiting = [image for request in self._requests.values() for image in request.waiting.values()]
+        held = [request for request in self._requests.values() if request.owned and not request.waiting]
+        return EngineStats(
+            free_blocks=self._pool.num_free,
+            total_blocks=self._pool.num_total,
+            cached_blocks=self._pool.num_cached,
+            held_blocks=self._pool.num_total - self._pool.num_free,
+            running=0,
+            waiting=len(waiting),
+            held=len(held),
+            reserved=0,
+            queued_tokens=sum(map(self._rows_of, waiting)),
+            prefill_tokens_per_s=self._rows_per_s,
+            decode_step_s=0.0,
+            preemptions=0,
+            prompt_tokens=self._num_rows,
+            generated_tokens=0,
+            prefix_query_tokens=self._num_asked_rows,
+            prefix_hit_tokens=self._num_found_rows,
+            steps=self._num_images,
+        )
+
+    def check_invariants(self) -> None:
+        """Assert that requests and pool agree about the owned blocks. For tests."""
+        owned = [pair for request in self._requests.values() for pair in request.owned]
+        self._pool.check_invariants([block for _, blocks in owned for block in blocks])
+
+    def close(self) -> None:
+        """Free the memory of the cache. No transfer may use it any more."""
+        self.memory.close()
+
+    def _rows_of(self, image: DecodedImage) -> int:
+        """Return the number of embeddings of an image. Raises `RequestError` if the model cannot read it."""
+        try:
+            return num_embeddings(self._tower.family.parts(width=image.width, height=image.height))
+        except UnfitImageError as exc:
+            raise RequestError("invalid", str(exc)) from exc
+
+    def _take_cached(self, request: _EncodeRequest, digest: bytes) -> bool:
+        """Own the embeddings of an image if they are cached and intact; return whether they are."""
+        known = self._known.get(_name(request, digest))
+        blocks = self._pool.match(known.names) if known is not None else []
+        if known is None or len(blocks) < len(known.names):
+            return False
+        # They may have been in memory for days. A damaged embedding would change answers without any error.
+        if self._checksum(blocks, known.shape.num_rows) != known.checksum:
+            logger.error("a cached embedding has changed in host memory: it is computed again")
+            self._observer.damaged()
+            # Its blocks keep their hashes, and are written again.
+            del self._known[known.names[0]]
+            return False
+        self._pool.share(blocks)
+        request.owned.append((known, blocks))
+        self._num_asked_rows += known.shape.num_rows
+        self._num_found_rows += known.shape.num_rows
+        self._observer.found(1)
+        return True
+
+    def _encode(
+        self, request: _EncodeRequest, digest: bytes, image: DecodedImage, result: StepResult, request_id: RequestId
+    ) -> bool:
+        """Compute the embeddings of an image into owned blocks. Return False if too few are free, or if it failed."""
+        num_rows = self._rows_of(image)
+        names = embedding_hashes(request.root, digest, -(-num_rows // self.layout.block_tokens))
+        blocks = self._own_blocks(names)
+        if blocks is None:
+            self._is_blocked = True
+            return False
+        self.last_batch = BatchSize(1, num_rows)
+        started = time.monotonic()
+        try:
+            features = self._tower.encode(image).cpu()
+        except torch.OutOfMemoryError:
+            logger.exception("encoding an image of %d x %d pixels ran out of memory", image.width, image.height)
+            self._pool.release(blocks)
+            request.waiting.clear()
+            result.failed.append(FailedRequest(request_id, "the device ran out of memory"))
+            return False
+        self._write(blocks, features)
+        shape = EmbeddingShape(digest, num_rows, image.width, image.height)
+        known = self._known[names[0]] = _Embedding(shape, names, self._checksum(blocks, num_rows))
+        request.owned.append((known, blocks))
+        self._known.move_to_end(names[0])
+        # Every cached embedding has a block, so that more entries than blocks are of evicted ones.
+        while len(self._known) > self._pool.num_total:
+            self._known.popitem(last=False)
+        self._pool.register(names, blocks)
+        self._count(num_rows, time.monotonic() - started)
+        return True
+
+    def _own_blocks(self, names: Sequence[BlockHash]) -> list[int] | None:
+        """Own blocks for these hashes, which may be cached in part; None if too few are free."""
+        cached = {name: block for name in names if (block := self._pool.block_of(name)) is not None}
+        missing = len(names) - len(cached)
+        if missing + self._pool.num_unowned(cached.values()) > self._pool.num_free:
+            return None
+        self._pool.share(cached.values())
+        fresh = iter(self._pool.allocate(missing) or ())
+        return [cached[name] if name in cached else next(fresh) for name in names]
+
+    def _count(self, num_rows: int, seconds: float) -> None:
+        """Count one computed image."""
+        self._num_images += 1
+        self._num_rows += num_rows
+        self._num_asked_rows += num_rows
+        speed = num_rows / max(seconds, 1e-9)
+        # The first image sets the average, later ones move it.
+        self._rows_per_s += (speed - self._rows_per_s) * (EMA_WEIGHT if self._rows_per_s else 1.0)
+        self._observer.computed(seconds)
+
+    def _write(self, blocks: Sequence[int], features: Tensor) -> None:
+        """Copy rows [num_rows, width] into blocks."""
+        for block, rows in zip(blocks, torch.split(features, self.layout.block_tokens), strict=True):
+            data = rows.contiguous().view(torch.uint8).numpy()
+            self._bytes_of(block)[: data.nbytes] = data.data.cast("B")
+
+    def _checksum(self, blocks: Sequence[int], num_rows: int) -> int:
+        """Return the checksum of the rows in these blocks."""
+        row_bytes = self.layout.block_bytes // self.layout.block_tokens
+        digest, left = xxhash.xxh3_64(), num_rows * row_bytes
+        for block in blocks:
+            digest.update(self._bytes_of(block)[:left])
+            left -= self.layout.block_bytes
+        return digest.intdigest()
+
+    def _bytes_of(self, block: int) -> memoryview:
+        view = self.memory.host_view
+        assert view is not None, "the encoder is closed"
+        return view[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
+
+
+def _name(request: _EncodeRequest, digest: bytes) -> BlockHash:
+    """Return the hash of the first block of an image's embeddings."""
+    return embedding_hashes(request.root, digest, 1)[0]
+
+
+def _load(config: EngineConfig, target: torch.device) -> tuple[VisionTower, KVLayout, int]:
+    """Load the tower of a model. Return it with the layout of its embeddings, and the model's longest prompt.
+
+    Raises `ConfigError` or `ModelError`.
+    """
+    if config.num_ranks > 1:
+        raise ConfigError(
+            "an encode instance runs on one device: remove tensor_parallel_size and pipeline_parallel_size, and start"
+            " more instances instead"
+        )
+    hf_config = read_config(model_folder(config.model), config)
+    text = hf_config.get_text_config()
+    dtype = device.select_dtype(target, config.dtype, getattr(text, "dtype", None))
+    tower = load_tower(config, target, dtype)
+    if tower is None or tower.reader.embedding_layout is None:
+        raise ConfigError(f"{config.model} has no vision tower that is supported: an encode instance has no use")
+    return tower, tower.reader.embedding_layout, max_model_len_of(config, text)

@@ -1,0 +1,229 @@
+"""Serves an encode instance: encodes images for prefill and unified instances, which fetch the embeddings as blocks.
+
+A router sends `Encode` to this instance and the prompt to another one at the same time, with the same ticket. That
+instance fetches the blocks; if they do not come, it encodes the images itself. So nothing is answered to the router.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import msgspec
+
+from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
+from baton_serve.contracts.instance import Load
+from baton_serve.contracts.media import EmbeddingShape, digest_of
+from baton_serve.contracts.messages import (
+    Decode,
+    Encode,
+    ErrorCode,
+    Failed,
+    Generate,
+    Heartbeat,
+    LoadReport,
+    Pool,
+    Prefill,
+    Snapshot,
+    SnapshotRequest,
+    Ticket,
+    ToInstance,
+)
+from baton_serve.engine.model.vision.placeholders import ImageReader
+from baton_serve.kvtransfer.errors import TransferError
+from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.instance.engine_thread import EncoderCalls, TimedStepResult
+from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort, SourcePort
+from baton_serve.services.instance.request_server import Identity, await_uncancelled, load_of
+
+logger = logging.getLogger(__name__)
+
+MAX_DECODED = 16
+"""Largest number of requests whose images are decoded before their turn. Pixels take tens of times the memory of the
+files, so the others wait as files."""
+
+
+class EncodingServer(DrainableServer):
+    """Serves one image encoder; implements `services.instance.components.InstanceService`. Runs on the event loop."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        engine: EncoderCalls,
+        reader: ImageReader,
+        stats: EngineStats,
+        router: RouterPort,
+        events: EventsPort,
+        transfer: SourcePort,
+    ) -> None:
+        super().__init__(router)
+        self._identity = identity
+        self._engine = engine
+        self._reader = reader
+        self._events = events
+        self._transfer = transfer
+        self._tasks: dict[asyncio.Task[None], Ticket] = {}
+        self._held: dict[RequestId, asyncio.Future[None]] = {}
+        """Resolved when all images of a request are encoded; it raises `RequestFailed` if the engine failed it."""
+        self._decoding = asyncio.Semaphore(MAX_DECODED)
+        self._num_queued = 0
+        """Requests that wait for `_decoding`."""
+        self.stats = stats
+
+    @property
+    def num_requests(self) -> int:
+        """Return the number of requests whose embeddings are computed or not fetched yet."""
+        return len(self._tasks)
+
+    def load(self) -> Load:
+        """Return the current load for routers and registry. Its tokens are rows of embeddings."""
+        return load_of(self.stats, num_queued=self._num_queued)
+
+    def on_message(self, router: RouterId, message: ToInstance) -> None:
+        """Handle one message of a router."""
+        match message:
+            case Encode():
+                self._accept(message)
+            case Heartbeat():
+                self._router.send(router, self._load_report())
+            case SnapshotRequest():
+                taken = self._engine.call(
+                    lambda engine: engine.cached_block_hashes(), then=partial(self._send_snapshot, router)
+                )
+                # A stopped engine has been reported already. Reading the exception keeps asyncio from logging it.
+                taken.add_done_callback(lambda done: done.cancelled() or done.exception())
+            case Prefill() | Decode() | Generate():
+                self._refuse(router, message.work.request_id)
+            case Pool():
+                self._refuse(router, message.request_id)
+
+    def on_router_lost(self, router: RouterId) -> None:
+        """Do nothing: the instances that fetch the embeddings end their requests themselves."""
+
+    def on_stats(self, stats: EngineStats) -> None:
+        self.stats = stats
+
+    def on_step_result(self, step: TimedStepResult) -> None:
+        """Continue the requests whose images are encoded, and publish what the cache has stored and removed."""
+        for request_id in step.result.held:
+            if (held := self._held.get(request_id)) is not None and not held.done():
+                held.set_result(None)
+        for request_id, message, code in step.result.failed:
+            if (held := self._held.get(request_id)) is not None and not held.done():
+                held.set_exception(RequestFailed(code, message))
+        self._events.publish(step.result.events)
+
+    def _end_all(self, code: ErrorCode, reason: str) -> None:
+        for task, ticket in self._tasks.items():
+            self._transfer.fail(ticket.ticket, reason)
+            task.cancel()
+
+    def _accept(self, message: Encode) -> None:
+        """Start a task for a request, or fail its ticket."""
+        ticket = message.ticket
+        try:
+            self._transfer.open(ticket)
+        except TransferError as exc:
+            logger.debug("cannot serve ticket %s: %s", ticket.ticket, exc)
+            return
+        refused = self._refused(ticket.request_id)
+        if refused is not None or ticket.source_layout != self._reader.embedding_layout:
+            reason = "this instance computes other embeddings" if refused is None else refused.message
+            self._transfer.fail(ticket.ticket, reason)
+            return
+        task = asyncio.get_running_loop().create_task(self._serve(message), name=f"encode-{ticket.ticket}")
+        self._tasks[task] = ticket
+        self._idle.clear()
+        task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        del self._tasks[task]
+        if not self._tasks:
+            self._idle.set()
+
+    async def _serve(self, message: Encode) -> None:
+        """Encode the images of a request, and keep the embeddings until they are fetched."""
+        ticket, name = message.ticket, message.ticket.ticket
+        inner = RequestId(f"encode:{name}")
+        released = asyncio.ensure_future(self._transfer.released(name))
+        encoding = asyncio.ensure_future(self._encode(inner, ticket, message.images))
+        try:
+            # The other instance may give up first, for example because its client has gone.
+            await asyncio.wait([encoding, released], return_when=asyncio.FIRST_COMPLETED)
+            if encoding.done():
+                shapes = await encoding
+                self._transfer.finish(name, msgspec.msgpack.encode(shapes))
+                await asyncio.wait([released])
+        except Exception as exc:  # noqa: BLE001 - the other instance gets the reason and encodes the images
+            logger.warning("images were not encoded: %s", exc, extra={"request_id": ticket.request_id})
+            self._transfer.fail(name, f"{type(exc).__name__}: {exc}")
+        finally:
+            encoding.cancel()
+            await await_uncancelled(self._release(inner, name, released, encoding))
+
+    async def _encode(self, inner: RequestId, ticket: Ticket, images: Sequence[bytes]) -> list[EmbeddingShape]:
+        """Compute the embeddings that are not cached, publish all, and return their shapes."""
+        # Hashing takes milliseconds for each megabyte: on the loop it would delay all other requests.
+        files = await asyncio.to_thread(lambda: {digest_of(image): image for image in images})
+        lacking = await self._engine.call(lambda engine: engine.claim(inner, ticket.source_root, list(files)))
+        if lacking:
+            await self._compute(inner, [files[digest] for digest in lacking])
+        found = await self._engine.call(lambda engine: engine.blocks_of(inner))
+        for _, blocks in found:
+            self._transfer.publish(ticket.ticket, blocks)
+        return [shape for shape, _ in found]
+
+    async def _compute(self, inner: RequestId, images: Sequence[bytes]) -> None:
+        """Decode images in a worker thread, and wait until the engine has encoded them."""
+        held = self._held[inner] = asyncio.get_running_loop().create_future()
+        self._num_queued += 1
+        try:
+            await self._decoding.acquire()
+        finally:
+            self._num_queued -= 1
+        try:
+            pixels = await asyncio.to_thread(self._reader.read, images)
+            await self._engine.call(lambda engine: engine.add(inner, pixels))
+            await held
+        finally:
+            self._decoding.release()
+
+    async def _release(
+        self,
+        inner: RequestId,
+        name: TicketId,
+        released: "asyncio.Future[str]",
+        encoding: "asyncio.Future[list[EmbeddingShape]]",
+    ) -> None:
+        """Wait until no copy reads the blocks any more, then free them."""
+        await asyncio.gather(encoding, return_exceptions=True)
+        self._held.pop(inner, None)
+        if not released.done():
+            self._transfer.cancel(name)
+        await asyncio.wait([released])
+        self._engine.post(lambda engine: engine.release(inner))
+
+    def _refuse(self, router: RouterId, request_id: RequestId) -> None:
+        text = "an encode instance encodes images only: it computes no prompts"
+        self._router.send(router, Failed(request_id=request_id, code="invalid", message=text))
+
+    def _send_snapshot(self, router: RouterId, names: list[BlockHash]) -> None:
+        identity = self._identity
+        snapshot = Snapshot(
+            instance=identity.instance,
+            generation=identity.generation,
+            sequence=self._events.sequence,
+            device=names,
+        )
+        self._router.send(router, snapshot)
+
+    def _load_report(self) -> LoadReport:
+        return LoadReport(
+            instance=self._identity.instance,
+            generation=self._identity.generation,
+            load=self.load(),
+            draining=self.refuses_new,
+        )

@@ -1,0 +1,47 @@
+"""Chooses the encode instances that encode the images of a prompt. Pure.
+
+An image goes to the instance that has its embeddings, or else to the one with the fewest images to encode. Images whose
+KV is cached where the prompt is computed are not encoded at all.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.media import MediaSpan
+
+
+class Encoder(msgspec.Struct, frozen=True, kw_only=True):
+    """An encode instance as a given request sees it."""
+
+    instance: InstanceId
+    layout: KVLayout
+    """Layout of its embeddings. Only instances with this `Candidate.embedding_layout` can use them."""
+    queued_images: int
+    """Images that wait there, with what this router has sent since the last load report."""
+    held: frozenset[bytes] = frozenset()
+    """Digests of the request's images whose embeddings are there, or will be soon."""
+
+
+def assign_images(
+    media: Sequence[MediaSpan], encoders: Sequence[Encoder], layout: KVLayout | None, *, cached_tokens: int
+) -> Mapping[InstanceId, tuple[bytes, ...]]:
+    """Return which instance encodes which images, by digest. The first `cached_tokens` tokens need no embeddings.
+
+    It is empty if no instance computes embeddings of this layout; then the images are encoded with the prompt.
+    """
+    fitting = [encoder for encoder in encoders if encoder.layout == layout]
+    if not fitting:
+        return {}
+    queued = {encoder.instance: encoder.queued_images for encoder in fitting}
+    found: dict[InstanceId, list[bytes]] = {}
+    for digest in dict.fromkeys(span.digest for span in media if span.end > cached_tokens):
+        holders = [encoder for encoder in fitting if digest in encoder.held]
+        # Ties go by id, so that equal inputs give equal placements.
+        chosen = min(holders or fitting, key=lambda one: (queued[one.instance], one.instance)).instance
+        # Nobody waits for embeddings that are taken from the cache.
+        queued[chosen] += not holders
+        found.setdefault(chosen, []).append(digest)
+    return {instance: tuple(digests) for instance, digests in found.items()}

@@ -1,0 +1,37 @@
+"""Which encode instance encodes an image."""
+
+from baton_serve.contracts.identity import InstanceId
+from baton_serve.contracts.layout import embedding_layout
+from baton_serve.contracts.media import MediaSpan
+from baton_serve.services.router.placement.encoding import Encoder, assign_images
+
+LAYOUT = embedding_layout("weights", width=8, dtype="float32")
+A, B, C = (bytes([number] * 32) for number in range(3))
+MEDIA = [MediaSpan(10, 20, A), MediaSpan(40, 20, B), MediaSpan(70, 20, C), MediaSpan(100, 20, A)]
+
+
+def encoder(name: str, queued: int = 0, *held: bytes, weights: str = "weights") -> Encoder:
+    layout = embedding_layout(weights, width=8, dtype="float32")
+    return Encoder(instance=InstanceId(name), layout=layout, queued_images=queued, held=frozenset(held))
+
+
+def test_an_image_goes_to_the_instance_that_has_its_embeddings_however_busy_it_is() -> None:
+    found = assign_images(MEDIA[:1], [encoder("idle"), encoder("busy", 9, A)], LAYOUT, cached_tokens=0)
+    assert found == {"busy": (A,)}
+
+
+def test_the_images_of_a_prompt_are_divided_and_each_is_encoded_once() -> None:
+    found = assign_images(MEDIA, [encoder("one"), encoder("two", 1)], LAYOUT, cached_tokens=0)
+    assert found == {"one": (A, B), "two": (C,)}
+
+
+def test_images_whose_kv_is_cached_are_not_encoded() -> None:
+    assert assign_images(MEDIA[:3], [encoder("one")], LAYOUT, cached_tokens=60) == {"one": (C,)}
+    assert assign_images(MEDIA[:3], [encoder("one")], LAYOUT, cached_tokens=59) == {"one": (B, C)}
+    assert assign_images(MEDIA, [encoder("one")], LAYOUT, cached_tokens=120) == {}
+
+
+def test_embeddings_of_other_weights_are_of_no_use() -> None:
+    encoders = [encoder("old", weights="old")]
+    assert assign_images(MEDIA, encoders, LAYOUT, cached_tokens=0) == {}
+    assert assign_images(MEDIA, encoders, None, cached_tokens=0) == {}
