@@ -39,12 +39,13 @@ def processes(
     model: str = "/m",
     prefill: int = 1,
     decode: int = 1,
+    encode: int = 0,
     threads: int | None = None,
     devices: list[int] | None = None,
     sections: dict[str, dict[str, object]] | None = None,
     **values: Value,
 ) -> dict[str, Process]:
-    settings = ServeSettings(model=model, port=80, prefill=prefill, decode=decode, threads=threads)
+    settings = ServeSettings(model=model, port=80, prefill=prefill, decode=decode, encode=encode, threads=threads)
     given = GivenOptions(values, sections or {}, options_of(RouterOptions), options_of(InstanceOptions))
     host = HostCpus(tuple(Cpu(number=number, core=number, node=0) for number in range(8)))
     machine = Machine(host, device_indexes=devices or [], core_turns="/proc/1/fd/3", cluster_key="/proc/1/fd/4")
@@ -160,3 +161,10 @@ def test_an_instance_of_several_ranks_sees_several_accelerators() -> None:
 
 def test_ranks_divide_the_cores_too() -> None:
     assert "--threads=2" in processes(tensor_parallel_size=2)["decode-0"].argv
+
+
+def test_an_encode_instance_has_one_device_however_many_the_others_have() -> None:
+    found = processes(encode=1, devices=[0, 1, 2, 3, 4], tensor_parallel_size=2)
+    assert found["encode-0"].argv[0] == "encode" and "--device-index=4" in found["encode-0"].argv
+    assert not [flag for flag in found["encode-0"].argv if "parallel" in flag]
+    assert "--tensor-parallel-size=2" in found["prefill-0"].argv

@@ -120,6 +120,8 @@ class FakeInstance:
         self.link: FakeLink | None = None
         self.sequence = 0
         self.no_adapters: set[str] | None = set()
+        self.failed_encoders: list[InstanceId] = []
+        """Reported with each prompt."""
         self.on_batch: Callable[[EventBatch], None] | None = None
         self._is_due = False
 
@@ -270,7 +272,8 @@ class FakeInstance:
             if not any(job.sent.values()):
                 answers.append(handoff_report(work))
         elif not any(job.sent.values()):
-            answers.append(prefill_report(work))
+            report = prefill_report(work)
+            answers.append(msgspec.structs.replace(report, failed_encoders=self.failed_encoders))
         for sequence in sorted(job.live):
             position = offset + job.sent[sequence]
             if position < work.sampling.max_tokens:
