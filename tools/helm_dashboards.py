@@ -157,6 +157,14 @@ BATON = [
         "one (promoted).",
     ),
     Panel(
+        "Images by the encode pool",
+        [
+            Query(f"sum by(result) (rate(baton:encoded_images_total{RATE}))", "encode: {{result}}"),
+            Query(f"sum by(result) (rate(baton:image_embeddings_total{RATE}))", "prompts: {{result}}"),
+        ],
+        description="Missed embeddings did not come from an encode instance: the image was encoded with its prompt.",
+    ),
+    Panel(
         "Prompt tokens found in a cache, by tier",
         [
             by("tier", f"rate(baton:prefix_hit_tokens_total{{{MODEL}}}{RATE})"),

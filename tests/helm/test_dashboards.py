@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton_serve.contracts.instance import Load
 from baton_serve.engine.core.outputs import EngineStats
-from baton_serve.services.instance.metrics import EngineCollector, TransferMetrics
+from baton_serve.services.instance.metrics import EmbeddingMetrics, EngineCollector, TransferMetrics
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from tests.helm.chart import CHART, ROOT, named, of_kind, render, variant
 from tests.helm.promql import EXPRESSIONS, metrics_of
@@ -41,6 +41,8 @@ def exported() -> set[str]:
     registry = CollectorRegistry()
     RouterMetrics(registry, "m")
     TransferMetrics(registry)
+    EmbeddingMetrics(registry, "prefill")
+    EmbeddingMetrics(registry, "encode")
     zeros: dict[str, Any] = dict.fromkeys(EngineStats.__dataclass_fields__, 0)
     load = Load(free_blocks=0, total_blocks=0)
     registry.register(EngineCollector(model="m", stats=lambda: EngineStats(**zeros), load=lambda: load, links=list))

@@ -124,6 +124,7 @@ def test_a_real_prometheus_evaluates_every_expression(pods: Pods, tmp_path: Path
         "baton.json: Replays",
         "baton.json: Refused requests",
         "baton.json: Admission",
+        "baton.json: Images",
         "keda: test-baton-unified",
         "keda: test-baton-encode",
     )
