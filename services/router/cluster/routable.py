@@ -152,6 +152,14 @@ def ready_encoders(
         if record.role == "encode" and worker.takes_work and worker.circuit_breaker.allows(now):
             names = embeddings(record.layout).items()
             held = frozenset(digest for digest, name in names if record.instance in index.match([name]))
-            queued = record.load.running + record.load.waiting + worker.unreported_images
-            found.append(Encoder(instance=record.instance, layout=record.layout, queued_images=queued, held=held))
+            load = record.load
+            encoder = Encoder(
+                instance=record.instance,
+                layout=record.layout,
+                queued_images=load.running + load.waiting + worker.unreported_images,
+                # Until it has encoded an image, its speed is not known.
+                queue_s=load.queued_tokens / load.prefill_tokens_per_s if load.prefill_tokens_per_s else 0.0,
+                held=held,
+            )
+            found.append(encoder)
     return found

@@ -12,6 +12,10 @@ from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 
+MAX_QUEUE_S = 5.0
+"""Longest queue of an encode instance that gets more images, in seconds. Prompts give up waiting for embeddings after
+10 s by default, so that a longer queue would cost that time and spare no work."""
+
 
 class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     """An encode instance as a given request sees it."""
@@ -21,6 +25,8 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
     """Layout of its embeddings. Only instances with this `Candidate.embedding_layout` can use them."""
     queued_images: int
     """Images that wait there, with what this router has sent since the last load report."""
+    queue_s: float = 0.0
+    """Seconds until the images that wait there are encoded, at its measured speed."""
     held: frozenset[bytes] = frozenset()
     """Digests of the request's images whose embeddings are there, or will be soon."""
 
@@ -30,17 +36,19 @@ def assign_images(
 ) -> Mapping[InstanceId, tuple[bytes, ...]]:
     """Return which instance encodes which images, by digest. The first `cached_tokens` tokens need no embeddings.
 
-    It is empty if no instance computes embeddings of this layout; then the images are encoded with the prompt.
+    Images are left out, and so encoded with the prompt, if no instance computes embeddings of this layout, or if all
+    are too busy.
     """
     fitting = [encoder for encoder in encoders if encoder.layout == layout]
-    if not fitting:
-        return {}
+    idle = [encoder for encoder in fitting if encoder.queue_s <= MAX_QUEUE_S]
     queued = {encoder.instance: encoder.queued_images for encoder in fitting}
     found: dict[InstanceId, list[bytes]] = {}
     for digest in dict.fromkeys(span.digest for span in media if span.end > cached_tokens):
         holders = [encoder for encoder in fitting if digest in encoder.held]
+        if not (holders or idle):
+            continue
         # Ties go by id, so that equal inputs give equal placements.
-        chosen = min(holders or fitting, key=lambda one: (queued[one.instance], one.instance)).instance
+        chosen = min(holders or idle, key=lambda one: (queued[one.instance], one.instance)).instance
         # Nobody waits for embeddings that are taken from the cache.
         queued[chosen] += not holders
         found.setdefault(chosen, []).append(digest)

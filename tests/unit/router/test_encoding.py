@@ -1,9 +1,11 @@
 """Which encode instance encodes an image."""
 
+from msgspec.structs import replace
+
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.media import MediaSpan
-from baton_serve.services.router.placement.encoding import Encoder, assign_images
+from baton_serve.services.router.placement.encoding import MAX_QUEUE_S, Encoder, assign_images
 
 LAYOUT = embedding_layout("weights", width=8, dtype="float32")
 A, B, C = (bytes([number] * 32) for number in range(3))
@@ -29,6 +31,11 @@ def test_images_whose_kv_is_cached_are_not_encoded() -> None:
     assert assign_images(MEDIA[:3], [encoder("one")], LAYOUT, cached_tokens=60) == {"one": (C,)}
     assert assign_images(MEDIA[:3], [encoder("one")], LAYOUT, cached_tokens=59) == {"one": (B, C)}
     assert assign_images(MEDIA, [encoder("one")], LAYOUT, cached_tokens=120) == {}
+
+
+def test_an_overloaded_instance_gets_no_images_except_those_that_it_has() -> None:
+    busy = [replace(encoder("one", 30), queue_s=MAX_QUEUE_S + 1), replace(encoder("two", 40, B), queue_s=90.0)]
+    assert assign_images(MEDIA, busy, LAYOUT, cached_tokens=0) == {"two": (B,)}
 
 
 def test_embeddings_of_other_weights_are_of_no_use() -> None:
