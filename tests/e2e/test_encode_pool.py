@@ -56,20 +56,22 @@ def results_in(metrics: str, name: str) -> dict[str, float]:
     return {sample.labels["result"]: sample.value for sample in samples}
 
 
-@pytest.mark.parametrize("transport", ["usm", "zeromq"])
+@pytest.mark.parametrize(
+    ("transport", "pools"), [("usm", ["prefill", "decode"]), ("zeromq", ["prefill", "decode"]), ("usm", ["unified"])]
+)
 def test_tokens_equal_transformers_and_each_image_is_encoded_once(
-    model: Path, wanted: list[list[int]], transport: str
+    model: Path, wanted: list[list[int]], transport: str, pools: list[Role]
 ) -> None:
     async def ask() -> list[dict[str, Any]]:
-        roles: list[Role] = ["prefill", "decode", "encode"]
+        roles: list[Role] = [*pools, "encode"]
         small = {"max_model_len": 400, "embedding_cache_gb": 0.01}
         async with asyncio.timeout(60), served(model, transport=transport, roles=roles, instance=small) as client:
-            await until_ready(client, 3)
+            await until_ready(client, len(roles))
             assert (await client.get("/health")).json()["pools"]["encode"] == 1
             answers = [await chat(client, content) for content in CHATS]
             encoded = await counts_of(client, "encode", "baton:encoded_images_total")
             assert encoded == {"computed": 3.0, "cached": 3.0, "damaged": 0.0}
-            assert await counts_of(client, "prefill", "baton:image_embeddings_total") == {"fetched": 6.0, "missed": 0.0}
+            assert await counts_of(client, pools[0], "baton:image_embeddings_total") == {"fetched": 6.0, "missed": 0.0}
             for _ in range(20):  # until the router knows that the KV of the first prompt is cached
                 answers[0] = await chat(client, CHATS[0])
                 before, encoded = encoded, await counts_of(client, "encode", "baton:encoded_images_total")
@@ -81,7 +83,7 @@ def test_tokens_equal_transformers_and_each_image_is_encoded_once(
 
     answers = asyncio.run(ask())
     assert [tokens_of(answer) for answer in answers] == wanted
-    assert {answer["baton"]["decision"] for answer in answers} == {"disaggregated"}
+    assert {answer["baton"]["decision"] for answer in answers} == {"disaggregated" if len(pools) == 2 else "unified"}
 
 
 def test_prefill_encodes_when_the_encode_instance_dies(model: Path, wanted: list[list[int]]) -> None:
