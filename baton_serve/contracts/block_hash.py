@@ -60,6 +60,18 @@ def checkpoint_hash(block_hash: BlockHash, number: int) -> BlockHash:
     return BlockHash(sha256(block_hash + b"recurrent state" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
 
 
+def window_hashes(block_hash: BlockHash, num_groups: int) -> list[BlockHash]:
+    """Return the hashes of the blocks that hold the same tokens as the block `block_hash` for each of `num_groups`
+    groups of layers with a sliding window.
+
+    `block_hash` names the block of the layers with full attention. No other block has one of these hashes.
+    """
+    return [
+        BlockHash(sha256(block_hash + b"sliding window" + number.to_bytes(4, "little")).digest()[:BLOCK_HASH_BYTES])
+        for number in range(num_groups)
+    ]
+
+
 def cross_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
     """Return the hashes of the `count` blocks that hold the cross-attention KV of a source, such as a window of audio.
     `digest` identifies the source.

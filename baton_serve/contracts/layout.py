@@ -47,8 +47,18 @@ class KVRun(NamedTuple):
     shape: KVShape
 
 
+class KVWindow(NamedTuple):
+    """Describes the layers with a sliding window of a model whose layers are divided into cache groups."""
+
+    num_groups: Annotated[int, Meta(ge=1)]
+    """Number of groups of layers with a window, beside the one group of layers with full attention."""
+    tokens: Annotated[int, Meta(ge=1)]
+    """The longest window: a token sees itself and at most `tokens` - 1 tokens before it."""
+
+
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Describes a KV block: the parts of all layers (`KVShape`), one after the other.
+    """Describes a KV block: the parts of all layers (`KVShape`), one after the other. With `window`, it describes a block
+    of one cache group.
 
     One-byte elements are multiples of a scale, one bfloat16 per token and head. The scales are stored in `scale_rows`
     rows after the tokens of each head. So the bytes of a block do not depend on which instance filled it, or in which
@@ -58,7 +68,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     fingerprint: str
     num_layers: Annotated[int, Meta(ge=0)]
-    """Number of layers with KV of their own; layers that read another layer's KV are not counted."""
+    """Number of layers with KV of their own in a block; layers that read another layer's KV are not counted."""
     num_kv_heads: Annotated[int, Meta(ge=0)]
     """KV heads of each layer; 0 with `layers`."""
     block_tokens: Annotated[int, Meta(ge=1)]
@@ -74,6 +84,10 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     layers: tuple[KVShape, ...] | UnsetType = UNSET
     """The shape of each layer, if they are not all equal. Messages about other models do not contain this field, so
     that older instances read them."""
+    window: KVWindow | UnsetType = UNSET
+    """Set if the layers are divided into cache groups, each with blocks of its own: one group of the `num_layers`
+    layers with full attention, and groups of at most as many layers with a sliding window. Blocks of the latter are
+    freed once no token sees them any more."""
 
     def __post_init__(self) -> None:
         if self.source_tokens == 0:
@@ -107,8 +121,18 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     @property
     def token_bytes(self) -> int:
-        """Return the bytes of KV per token: the size of a block divided by its number of tokens, rounded down."""
-        return self.block_bytes // self.block_tokens
+        """Return the bytes of KV per token, of all layers, rounded down."""
+        return self.num_groups * self.block_bytes // self.block_tokens
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of cache groups, which is the number of blocks that the KV of a token lies in."""
+        return 1 if self.window is UNSET else 1 + self.window.num_groups
+
+
+def first_seen_block(num_tokens: int, window_tokens: int, block_tokens: int) -> int:
+    """Return the index of the first block that the token after `num_tokens` tokens sees through a sliding window."""
+    return max(0, num_tokens - window_tokens + 1) // block_tokens
 
 
 EMBEDDING_BLOCK_ROWS = 64
@@ -143,6 +167,11 @@ def obstacle(source: KVLayout, sink: KVLayout) -> str | None:
         return "unknown data type of the KV cache"
     if source.fingerprint != sink.fingerprint:
         return "the model weights differ (fingerprints)"
+    if source.window is not UNSET or sink.window is not UNSET:
+        return (
+            "KV of cache groups is exchanged only between equal layouts (block size, data type, groups): start all"
+            " instances with --disable-hybrid-kv-cache-manager, or none"
+        )
     if source.runs != sink.runs:
         return "the shapes of a token's KV differ"
     if source.state_bytes != sink.state_bytes:

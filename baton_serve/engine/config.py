@@ -54,6 +54,9 @@ class EngineConfig:
     """Accept a `max_model_len` beyond the model's own limit, where its answers may be wrong."""
     disable_sliding_window: bool = False
     """Limit prompt plus answer to the sliding window of the model, within which each token sees all earlier ones."""
+    disable_hybrid_kv_cache_manager: bool = False
+    """Keep the KV of all layers in one block, instead of freeing the blocks of layers with a sliding window that no
+    token sees any more."""
     max_num_seqs: int = 256
     """Largest number of sequences in one step."""
     max_num_batched_tokens: int | None = None

@@ -31,6 +31,14 @@ DEFAULT_NUM_SEQS = 256
 """Default of `--max-num-seqs`, as in vLLM."""
 
 
+def _keeps_all_kv(settings: InstanceSettings, role: Role) -> bool:
+    """Return whether each block holds the KV of all layers."""
+    if settings.disable_hybrid_kv_cache_manager is not None:
+        return settings.disable_hybrid_kv_cache_manager
+    # Blocks of cache groups cannot be converted for instances with another block size, data type or number of ranks.
+    return role != "unified"
+
+
 def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
     """Return the configuration of the engine for an instance with these settings and this role."""
     num_seqs = settings.max_num_seqs
@@ -44,6 +52,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         max_model_len=settings.max_model_len,
         allow_long_max_model_len=settings.allow_long_max_model_len,
         disable_sliding_window=settings.disable_sliding_window,
+        disable_hybrid_kv_cache_manager=_keeps_all_kv(settings, role),
         max_num_seqs=num_seqs,
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,

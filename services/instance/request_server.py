@@ -309,8 +309,9 @@ def load_of(stats: EngineStats, *, num_queued: int) -> Load:
     requests wait outside the engine.
     """
     return Load(
-        free_blocks=stats.free_blocks,
-        total_blocks=stats.total_blocks,
+        # Routers count the tokens that fit, and know blocks with the KV of all layers only.
+        free_blocks=stats.for_tokens(stats.free_blocks),
+        total_blocks=stats.for_tokens(stats.total_blocks),
         running=stats.running,
         waiting=stats.waiting + stats.reserved + num_queued,
         queued_tokens=stats.queued_tokens,

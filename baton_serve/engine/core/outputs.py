@@ -147,6 +147,14 @@ class EngineStats:
     host_damaged_blocks: int = 0
     prefill_is_measured: bool = True
     """False while `prefill_tokens_per_s` is only the warm-up's estimate."""
+    longest_blocks: int = 1
+    """Number of blocks of all cache groups that the longest sequence has."""
+    longest_own_blocks: int = 1
+    """Number of blocks among them that have full attention; equal to `longest_blocks` without cache groups."""
     spare_tokens_per_s: float = 0.0
     """Prompt tokens per second that can be computed beside the decoding sequences without violating their ITL SLOs; 0
     if none."""
+
+    def for_tokens(self, num_blocks: int) -> int:
+        """Return how many blocks' tokens the longest sequences can have in `num_blocks` blocks of all cache groups."""
+        return num_blocks * self.longest_own_blocks // self.longest_blocks

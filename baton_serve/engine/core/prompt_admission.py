@@ -4,6 +4,8 @@ A prompt is admitted only when all its blocks can be allocated, so it never stop
 strictly in order: one that does not fit makes all later ones wait.
 """
 
+from collections.abc import Iterable
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from baton_serve.engine.core.block_pool import CachedPrefix
@@ -18,6 +20,15 @@ class _Blocked(NamedTuple):
     head: Sequence
     num_free: int
     was_running: bool
+
+
+class _FreshBlocks(NamedTuple):
+    """How many free blocks a sequence needs, by their use."""
+
+    attention: int
+    handoff: int
+    window: int
+    source: int
 
 
 class PromptAdmission:
@@ -72,29 +83,29 @@ class PromptAdmission:
             table.pop_waiting()
             self.requests_missing_images.append(request)
             return False
-        needed = table.num_blocks_for(num_tokens) - num_reused
-        num_handoff = table.limits.state_blocks if request.mode == "prefill" else 0
-        num_encoded = table.sources.num_needed(request) - len(source)
-        num_fresh, prefix = needed + num_handoff + num_encoded, prefix + source
+        num_blocks = table.num_blocks_for(num_tokens)
+        fresh = _FreshBlocks(
+            num_blocks - num_reused,
+            table.limits.state_blocks if request.mode == "prefill" else 0,
+            table.windows.num_at_start(num_reused, num_blocks),
+            table.sources.num_needed(request) - len(source),
+        )
+        prefix += source
         # Keep 1 % free for the growth of running sequences, or the new one would soon cause a preemption.
         reserve = pool.num_total // 100 if table.running else 0
-        if pool.num_free - pool.num_taken(prefix) - num_fresh < reserve:
+        if pool.num_free - pool.num_taken(prefix) - sum(fresh) < reserve:
             self._blocked = _Blocked(sequence, pool.num_free, bool(table.running))
             return False
         # Damaged blocks are dropped and not found again: the request computes their tokens.
         if not pool.verify(prefix):
             return self.admit(sequence, now)
-        cached = pool.take(prefix)
-        fresh = pool.allocate(num_fresh)
-        assert fresh is not None
-        num_owned = len(cached) - len(source)
-        sequence.blocks = cached[:num_reused] + fresh[:needed]
-        sequence.checkpoint_blocks = cached[num_reused:num_owned]
-        sequence.handoff_blocks = fresh[needed : needed + num_handoff]
-        table.sources.give(sequence, cached[num_owned:], fresh[needed + num_handoff :])
+        cached = _cut(pool.take(prefix), [num_reused, len(prefix) - num_reused - len(source), len(source)])
+        self._give(sequence, cached, fresh)
         sequence.num_registered_blocks = num_reused
         sequence.num_computed_tokens = num_reused * block_tokens
-        self._count_hits(sequence, prefix.num_host, now)
+        # Of each token, only the block of full attention is counted.
+        counted = prefix.first(num_reused) if table.windows.are_needed else prefix
+        self._count_hits(sequence, counted.num_host, now)
         self._blocked = None
         table.pop_waiting()
         if prefix.num_host:
@@ -102,6 +113,20 @@ class PromptAdmission:
         else:
             table.add_to_batch(sequence)
         return True
+
+    def _give(self, sequence: Sequence, cached: list[list[int]], fresh: "_FreshBlocks") -> None:
+        """Allocate fresh blocks and give them to a sequence, with the cached ones: those of KV, those of a checkpoint
+        or of layers with a sliding window, and those of its source.
+        """
+        allocated = self._table.pool.allocate(sum(fresh))
+        assert allocated is not None
+        own, sequence.handoff_blocks, window, encoded = _cut(allocated, fresh)
+        sequence.blocks = cached[0] + own
+        if self._table.windows.are_needed:
+            self._table.windows.give(sequence, len(cached[0]), cached[1] + window)
+        else:
+            sequence.checkpoint_blocks = cached[1]
+        self._table.sources.give(sequence, cached[2], encoded)
 
     def _lacks_media(self, request: Request, num_reused: int, num_source: int) -> bool:
         """Return whether a prompt has uncached tokens that depend on images or audio which only another instance has.
@@ -113,12 +138,18 @@ class PromptAdmission:
         return num_reused * self._table.limits.block_tokens < request.num_image_prefix_tokens
 
     def _find_prefix(self, sequence: Sequence) -> tuple[CachedPrefix, int]:
-        """Return the cached blocks with which a sequence can start, and how many of them hold KV. The blocks after
-        these, if any, hold the checkpoint of the recurrent states at the end of that KV."""
+        """Return the cached blocks with which a sequence can start, and how many of them hold KV of full attention. The
+        blocks after these, if any, hold the checkpoint of the recurrent states at the end of that KV, or the KV of
+        layers with a sliding window that the next token sees."""
         pool, block_tokens, states = self._table.pool, self._table.limits.block_tokens, self._table.checkpoints
         # Leave at least the last token to compute: its logits give the next token.
         num_full = (len(sequence.token_ids) - 1) // block_tokens
         prefix = pool.find([] if sequence.request.wants_prompt_logprobs else sequence.block_hashes[:num_full])
+        windows = self._table.windows
+        if windows.are_needed:
+            count = windows.find_deepest(prefix.names)
+            count = count if windows.fits(count, self._table.num_blocks_for(len(sequence.token_ids))) else 0
+            return prefix.first(count) + windows.find(prefix.names[:count]), count
         if not states.are_needed:
             return prefix, len(prefix)
         # Cached KV is of use only up to a checkpoint.
@@ -139,3 +170,8 @@ class PromptAdmission:
             self.num_prefix_query_tokens += len(sequence.token_ids)
             self.num_prefix_hit_tokens += request.cached_tokens - request.host_tokens
             self.num_host_hit_tokens += request.host_tokens
+
+
+def _cut(blocks: list[int], sizes: Iterable[int]) -> list[list[int]]:
+    """Divide blocks into parts of these sizes."""
+    return [blocks[start:end] for start, end in pairwise(accumulate(sizes, initial=0))]

@@ -27,6 +27,7 @@ from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.checkpoints import StateCheckpoints
 from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
 from baton_serve.engine.core.sources import SourceBlocks
+from baton_serve.engine.core.window_blocks import WindowBlocks
 from baton_serve.engine.errors import RequestError
 
 DUE_TOKENS_PER_PROMPT_TOKEN = 4
@@ -35,6 +36,10 @@ DUE_TOKENS_PER_PROMPT_TOKEN = 4
 Requests run in order of these due times. A short prompt overtakes a long one, but only until the long one is due: it is
 delayed, never starved. The factor was found by replaying a trace (docs/log/pd-against-unified.md).
 """
+
+WINDOW_CHUNK_TOKENS = 512
+"""Length of a chunk, in tokens, for which a prompt always has blocks in cache groups with a window. Longer chunks need
+more free blocks."""
 
 
 class BlockCopy(NamedTuple):
@@ -61,6 +66,11 @@ class SchedulerConfig:
     """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
     source_tokens: int = 0
     """Positions of a source, to each of which every token attends; 0 for models without cross-attention."""
+    layer_groups: tuple[int, ...] = ()
+    """The cache group of each layer with KV: 0 for full attention, other numbers for layers with a sliding window.
+    Empty if one block holds the KV of all layers."""
+    window_tokens: int = 0
+    """The longest window of these layers: a token sees itself and so many tokens before it, less one."""
     num_stages: int = 1
     """Number of stages of a pipeline, each of which can compute another step at the same time."""
     mixes_prompts: bool = True
@@ -75,6 +85,30 @@ class SchedulerConfig:
     def source_blocks(self) -> int:
         """Return how many blocks hold the cross-attention KV of one source; 0 for models without cross-attention."""
         return -(-self.source_tokens // self.block_tokens)
+
+    @property
+    def num_window_groups(self) -> int:
+        """Return the number of cache groups of layers with a sliding window."""
+        return max(self.layer_groups, default=0)
+
+    @property
+    def kept_window_blocks(self) -> int:
+        """Return how many blocks of each such group a sequence has at least while its prompt is computed, for the tokens
+        that its next token sees and for a chunk.
+        """
+        chunk = min(WINDOW_CHUNK_TOKENS, self.max_num_batched_tokens)
+        return -(-self.window_tokens // self.block_tokens) + 1 + -(-chunk // self.block_tokens)
+
+    def num_blocks_alone(self, num_tokens: int) -> int:
+        """Return how many blocks of all cache groups a sequence of this length needs to run alone."""
+        count = -(-num_tokens // self.block_tokens)
+        return count + self.num_window_groups * min(count, self.kept_window_blocks)
+
+    def num_tokens_alone(self, num_blocks: int) -> int:
+        """Return the length of the longest sequence that can run alone with this number of blocks."""
+        short = num_blocks // (1 + self.num_window_groups)
+        long = num_blocks - self.num_window_groups * self.kept_window_blocks
+        return max(min(short, self.kept_window_blocks), long, 0) * self.block_tokens
 
 
 class RequestTable:
@@ -104,6 +138,9 @@ class RequestTable:
         self._is_sorted = True
         self.checkpoints = StateCheckpoints(pool, limits.block_tokens, limits.state_blocks, limits.checkpoint_tokens)
         self.sources = SourceBlocks(pool, limits.source_blocks)
+        self.windows = WindowBlocks(
+            pool, limits.block_tokens, limits.num_window_groups, limits.window_tokens, limits.kept_window_blocks
+        )
         self._next_arrival = 0
         self._last_version = 0
 
@@ -137,7 +174,7 @@ class RequestTable:
         return parent
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks `num_tokens` tokens occupy; the last block may be partly filled."""
+        """Return how many blocks of one cache group `num_tokens` tokens occupy; the last block may be partly filled."""
         return -(-num_tokens // self.limits.block_tokens)
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -240,8 +277,9 @@ class RequestTable:
     def free_blocks(self, sequence: Sequence) -> None:
         """Give up the ownership of all blocks of a sequence. Blocks that have a hash stay in the prefix cache until
         they are evicted."""
-        for owned in (sequence.source_blocks, sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.blocks):
+        for owned in (sequence.source_blocks, sequence.handoff_blocks, sequence.checkpoint_blocks, sequence.kv_blocks):
             self.pool.release(owned)
+        sequence.window_blocks, sequence.num_window_freed = [], 0
         sequence.blocks, sequence.checkpoint_blocks, sequence.handoff_blocks = [], [], []
         sequence.source_blocks, sequence.must_encode = [], False
         # The hashes stay: they depend on the tokens alone, and are needed to find the blocks in the cache again.
@@ -357,7 +395,7 @@ class RequestTable:
         owners = [*sequences, *self._finished_in_flight]
         imported = [block for blocks in self.import_blocks.values() for block in blocks]
         owned = [
-            block for s in owners for block in (*s.blocks, *s.checkpoint_blocks, *s.handoff_blocks, *s.source_blocks)
+            block for s in owners for block in (*s.kv_blocks, *s.checkpoint_blocks, *s.handoff_blocks, *s.source_blocks)
         ]
         self.pool.check_invariants(owned + pinned + imported)
         assert all(s.num_steps_in_flight for s in self._finished_in_flight), "blocks of a finished sequence leaked"
@@ -385,14 +423,15 @@ class RequestTable:
         num_full, remainder = divmod(parent.num_computed_tokens, self.limits.block_tokens)
         # The states of a running parent are in its slot, and can be copied only to another slot.
         can_fork = self.checkpoints.can_fork(parent, has_free_slot=self.has_free_slot)
-        own = self.pool.allocate(1 if remainder else 0) if can_fork else None
+        own = self.pool.allocate(1 + self.windows.num_groups if remainder else 0) if can_fork else None
         if own is None:
             self.enqueue(sequence)
             return
         self.pool.share(parent.blocks[:num_full])
         # Parent and fork will write different tokens into the partly filled block, so they cannot share it.
-        self._pending_copies += [BlockCopy(parent.blocks[num_full], target) for target in own]
-        sequence.blocks = parent.blocks[:num_full] + own
+        self._pending_copies += [BlockCopy(parent.blocks[num_full], target) for target in own[:1]]
+        self._pending_copies += map(BlockCopy._make, self.windows.share(parent, sequence, num_full, own[1:]))
+        sequence.blocks = parent.blocks[:num_full] + own[:1]
         sequence.block_hashes = parent.block_hashes[:num_full]
         sequence.num_computed_tokens = parent.num_computed_tokens
         sequence.num_registered_blocks = num_full
@@ -417,4 +456,4 @@ def _check_sequence(sequence: Sequence, block_tokens: int) -> None:
         SequenceState.AWAITING_KV,
     )
     assert 0 <= sequence.num_output_placeholders <= sequence.num_steps_in_flight
-    assert len(set(sequence.blocks)) == len(sequence.blocks), "a sequence holds a block twice"
+    assert len(set(sequence.kv_blocks)) == len(sequence.kv_blocks), "a sequence holds a block twice"

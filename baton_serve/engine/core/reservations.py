@@ -40,12 +40,14 @@ class Reservations:
         states = table.checkpoints.find(block_hashes[-1])
         source_hashes, source = table.sources.hashes(work), table.sources.find(work)
         prefix += states + source
-        wanted = [
-            *source_hashes[len(source) :],
-            *block_hashes[num_reused:],
-            # They are cached as a whole or not at all.
-            *state_hashes[len(states) :],
-        ]
+        # With cache groups, the blocks of full attention are followed by those of layers with a window.
+        names = table.windows.names_of(block_hashes, len(work.token_ids))
+        of_attention = set(block_hashes)
+        window_hashes = [name for name in names if name not in of_attention]
+        prefix += pool.find(window_hashes)
+        reused = set(prefix.names)
+        names = [*source_hashes, *names, *state_hashes]
+        wanted = [name for name in names if name not in reused]
         # Keep 1 % free for the growth of running sequences.
         spare = pool.num_total // 100 if table.running else 0
         if pool.num_free - pool.num_taken(prefix) - len(wanted) < spare:
@@ -57,16 +59,16 @@ class Reservations:
         fresh = pool.allocate(len(wanted))
         assert fresh is not None
         parent.state = SequenceState.AWAITING_KV
-        num_owned, num_encoded = num_reused + len(states), len(source_hashes) - len(source)
-        num_fresh = num_encoded + len(block_hashes) - num_reused
-        parent.blocks = cached[:num_reused] + fresh[num_encoded:num_fresh]
-        parent.checkpoint_blocks = cached[num_reused:num_owned] + fresh[num_fresh:]
+        block_of = dict(zip([*prefix.names, *wanted], cached + fresh, strict=True))
+        parent.blocks = [block_of[name] for name in block_hashes]
+        table.windows.give_received(parent, len(work.token_ids), [block_of[name] for name in window_hashes])
+        parent.checkpoint_blocks = [block_of[name] for name in state_hashes]
         # The prefill instance fills them: no step here runs an encoder.
-        parent.source_blocks = cached[num_owned:] + fresh[:num_encoded]
+        parent.source_blocks = [block_of[name] for name in source_hashes]
         parent.block_hashes = block_hashes[:num_full]
         missing = [NamedBlock(n, b) for n, b in zip(wanted, fresh, strict=True)]
         parent.request.missing = dict(missing)
-        return Reservation(work.request_id, [*source_hashes, *block_hashes, *state_hashes], num_reused, missing)
+        return Reservation(work.request_id, names, num_reused, missing)
 
     def mark_received(self, request_id: RequestId, block_hashes: Iterable[BlockHash]) -> list[int]:
         """Record that the KV of these hashes has arrived, and return their blocks. From now on other prompts can share
@@ -76,7 +78,8 @@ class Reservations:
         """
         blocks: list[int] = []
         parent = self._reserved(request_id)
-        full = {*parent.block_hashes, *self._table.sources.hashes(parent.request.work)}
+        kv = self._table.windows.names_of(parent.block_hashes, len(parent.token_ids))
+        full = {*kv, *self._table.sources.hashes(parent.request.work)}
         for name in block_hashes:
             block = parent.request.missing.pop(name, None)
             if block is None:

@@ -68,7 +68,7 @@ class ScheduledBatch:
         """Iterate over the indexes of all KV blocks that the step reads or writes; a block that several sequences share
         appears several times. `block_tokens` is the size of a block."""
         for chunk in self.chunks:
-            yield from chunk.sequence.blocks[: -(-(chunk.start + chunk.length) // block_tokens)]
+            yield from chunk.sequence.first_kv_blocks(-(-(chunk.start + chunk.length) // block_tokens))
             yield from chunk.sequence.source_blocks
 
 
@@ -219,11 +219,12 @@ class Scheduler:
         block_tokens = self._table.limits.block_tokens
         active = self._table.running + self._table.ready
         # Each sequence whose last block is full needs one more.
-        num_growing = sum(
-            s.num_computed_tokens == len(s.blocks) * block_tokens and not _must_await(s, self._table.limits)
+        num_needed = sum(
+            (s.num_computed_tokens == len(s.blocks) * block_tokens) + self._table.windows.num_for_next_token(s)
             for s in active
+            if not _must_await(s, self._table.limits)
         )
-        if num_growing > self._table.pool.num_free:
+        if num_needed > self._table.pool.num_free:
             return None
         plan = self.schedule(now)
         return plan if plan.chunks else None
@@ -276,6 +277,9 @@ class Scheduler:
             if chunk.is_last:
                 # `advance` of a step that ran ahead could not hash blocks whose last tokens were unknown then.
                 self._register_full_blocks(sequence)
+            # Steps that are still in flight see the tokens from the end of this chunk on, and what these see.
+            self._table.windows.trim(sequence, chunk.start + chunk.length)
+            if chunk.is_last:
                 _report_first(sequence.request, now, result)
                 self._append_tokens(sequence, plan, by_chunk[number], sampled, result)
         return result
@@ -329,12 +333,16 @@ class Scheduler:
     def _append_chunk(self, chunks: list[ScheduledChunk], sequence: Sequence, budget: int) -> int:
         """Add a chunk of the sequence's prompt to `chunks`, of at most `budget` tokens. Return by how many tokens the
         budget is used up: the chunk's length, or all of `budget` if no further chunk may be added to this step."""
-        length = min(sequence.num_uncomputed_tokens, budget)
+        start, length = sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         length = self._table.checkpoints.cut(sequence, length)
         length = _around_images(sequence, length, chunks, self._table.limits)
-        if not length:  # the image needs a step of its own, which later sequences must not fill
+        if length and (room := self._table.windows.grow(sequence, start + length) - start) < length:
+            # Too few free blocks for layers with a window: a shorter chunk, if it need not hold a whole image.
+            length = _around_images(sequence, room, chunks, self._table.limits) if room else 0
+            length = length if length <= room else 0
+        if not length:  # the image or the window needs a step of its own, which later sequences must not fill
             return budget
         # Kernels do not know whether a single token is the end of a prompt or the next one of an answer.
         is_alone = length == 1 and not self._table.limits.mixes_prompts
@@ -342,24 +350,29 @@ class Scheduler:
             return budget
         is_last = length == sequence.num_uncomputed_tokens
         self._table.num_scheduled_prompt_tokens += length
-        chunks.append(ScheduledChunk(sequence, sequence.num_computed_tokens, length, is_last))
+        chunks.append(ScheduledChunk(sequence, start, length, is_last))
         return budget if is_alone else length
 
     def _allocate_next_block(self, sequence: Sequence) -> bool:
         """Give a sequence a block for its next token if its last block is full. If no block is free, preempt others.
         Return False if the sequence itself was preempted."""
         table = self._table
-        if sequence.num_computed_tokens < len(sequence.blocks) * table.limits.block_tokens:
+        num_own = int(sequence.num_computed_tokens == len(sequence.blocks) * table.limits.block_tokens)
+        num_needed = num_own + table.windows.num_for_next_token(sequence)
+        if not num_needed:
             return True
-        while (block := table.pool.allocate(1)) is None:
+        while (fresh := table.pool.allocate(num_needed)) is None:
             # Never preempt a `prefill` request: a transport may be reading its blocks at this moment.
             candidates = [s for s in table.running + table.ready if s.request.mode != "prefill"]
             # The least important one has the largest sort key.
-            victim = max(candidates, key=lambda s: s.sort_key)
-            table.preempt(victim)
-            if victim is sequence:
+            victim = max(candidates, key=lambda s: s.sort_key, default=None)
+            if victim is not None:
+                table.preempt(victim)
+            if victim is None or victim is sequence:
                 return False
-        sequence.blocks += block
+        sequence.blocks += fresh[:num_own]
+        if fresh[num_own:]:
+            sequence.window_blocks.append(fresh[num_own:])
         return True
 
     def _register_full_blocks(self, sequence: Sequence) -> None:
@@ -372,6 +385,7 @@ class Scheduler:
         if known < full:
             sequence.extend_block_hashes(full, block_tokens)
             self._table.pool.register(sequence.block_hashes[known:full], sequence.blocks[known:full])
+            self._table.windows.register(sequence, known, full)
             sequence.num_registered_blocks = full
 
     def last_chunk_blocks(self, plan: ScheduledBatch) -> list[CompletedBlocks]:
@@ -388,7 +402,9 @@ class Scheduler:
         """Add to `result` the completed blocks of a `prefill` request that were not reported yet, including blocks from
         the prefix cache."""
         completed = _completed_by(sequence, sequence.num_computed_tokens, self._table.limits.block_tokens)
+        published = sequence.request.num_published
         sequence.request.num_published += len(completed.blocks)
+        completed.blocks[:] = self._table.windows.with_seen(sequence, completed.blocks, published)
         if sequence.handoff_blocks and sequence.num_computed_tokens == len(sequence.token_ids):
             last = completed.blocks[-1].name if completed.blocks else sequence.block_hashes[-1]
             completed.blocks.extend(self._table.checkpoints.save_handoff(sequence, last))

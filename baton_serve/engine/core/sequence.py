@@ -7,6 +7,7 @@ from it when their first tokens are known.
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain, repeat
 from typing import Any, Literal, NamedTuple
 
 from baton_serve.contracts.block_hash import hash_blocks
@@ -144,6 +145,12 @@ class Sequence:
     num_computed_tokens: int = 0
     """Number of leading tokens whose KV is in `blocks`."""
     blocks: list[int] = field(default_factory=list)
+    """Blocks with the KV of its tokens: of all layers, or of those with full attention if there are cache groups."""
+    window_blocks: list[list[int]] = field(default_factory=list)
+    """By index of a block: the blocks of each group of layers with a sliding window. The first `num_window_freed` ones
+    are empty. Prompts get the last ones when they are computed."""
+    num_window_freed: int = 0
+    """Number of leading blocks that are freed in groups with a window, because no token sees them any more."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the leading full blocks."""
     num_registered_blocks: int = 0
@@ -192,6 +199,18 @@ class Sequence:
     def num_generated(self) -> int:
         """Return the number of tokens after the prompt whose values are known."""
         return len(self.token_ids) - self.request.work.num_prompt_tokens
+
+    @property
+    def kv_blocks(self) -> list[int]:
+        """Return the blocks of all cache groups, in the order of their tokens."""
+        return self.first_kv_blocks(len(self.blocks))
+
+    def first_kv_blocks(self, count: int) -> list[int]:
+        """Return the blocks of all cache groups with the indexes below `count`."""
+        if not self.window_blocks:
+            return self.blocks[:count]
+        others = chain(self.window_blocks[:count], repeat([]))
+        return [block for own, row in zip(self.blocks[:count], others, strict=False) for block in (own, *row)]
 
     def extend_block_hashes(self, num_full: int, block_tokens: int) -> None:
         """Compute the hashes of this sequence's first `num_full` blocks, as far as they are missing in `block_hashes`.

@@ -26,7 +26,7 @@ from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.kv.state_memory import StateViews
-from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, cross_metadata, source_tables
+from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, cross_metadata, group_metas, source_tables
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
@@ -274,7 +274,8 @@ class DecodeGraphs:
             table = blocks.table(number, size, context)
             if table is None:
                 continue  # this row stays padding
-            self._tables.tensor[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
+            # Groups may share blocks here: each layer attends before the next one with the same place stores.
+            self._tables.fill(number, table)
             host[TOKENS, number], host[POSITIONS, number] = number % 7, context - 1
             host[TOKEN_AT, number], host[TABLE_ROWS, number] = self._width + number, number
             host[SLOTS, number] = table[-1] * blocks.block_tokens + (context - 1) % blocks.block_tokens
@@ -365,11 +366,14 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=self._limits.max_model_len,
         )
+        metas = self._layer_metas(meta, inputs) if len(self._tables.windows) else None
         tokens = self._inputs[: TOKENS + 1].view(-1).index_select(0, inputs[TOKEN_AT])
         rows = None if slots is None else slots.view(self._inputs[ADAPTERS:], size)
         cross = None if self._sources is None else self._sources.first(size)
         states = self._step_states(inputs)
-        step = StepInputs(tokens, inputs[POSITIONS], None, meta, slot_rows=rows, states=states, cross=cross)
+        step = StepInputs(
+            tokens, inputs[POSITIONS], None, meta, slot_rows=rows, states=states, cross=cross, layer_metas=metas
+        )
         greedy = self._greedy[:size]
         if self._parts is not None:
             logits = self._parts.compute(step, self._layers)
@@ -383,6 +387,15 @@ class DecodeGraphs:
         # A row with NaN gets the token vocab_size. The next step may read it before the host finds the row broken, so
         # keep it inside the embedding table.
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy.clamp(max=self._vocab_size(logits) - 1))
+
+    def _layer_metas(self, meta: AttentionMetadata, inputs: Tensor) -> list[AttentionMetadata]:
+        """Return the batch of each layer, for models with cache groups. A token's slot follows from its block table."""
+        tables, size = self._tables.windows.index_select(1, inputs[TABLE_ROWS]), self._limits.block_tokens
+        index = (meta.context_lens.long() - 1).clamp(min=0)
+        where = (index // size).expand(len(tables), -1)[:, :, None]
+        slots = tables.gather(2, where)[:, :, 0].long() * size + index % size
+        slots = slots.where(meta.context_lens > 0, -1)
+        return group_metas(meta, tables, slots, self._limits.layer_groups)
 
     def _step_states(self, inputs: Tensor) -> StepStates | None:
         if not self._states:

@@ -20,6 +20,7 @@ from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, 
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kernels import SlotRows
 from baton_serve.engine.kernels.operations import Argmax
+from baton_serve.engine.kv.cache_groups import layers_of_groups
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
@@ -124,7 +125,7 @@ class LocalExecutor:
         self._forward = forward
         self._states = states or {}
         self._device = cache.device
-        self._layers = cache.layers()
+        self._layers = layers_of_groups(cache.layers(), limits.layer_groups)
         self._limits = limits
         self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
         self.wrong_graphs: list[KernelVerdict] = []

@@ -23,7 +23,7 @@ from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
 from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata
-from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs
+from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs, group_metas
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
 
@@ -102,9 +102,11 @@ class PromptGraphs:
         most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
         shape = (7, max(self._sizes[-1], most_seqs + 1))
         # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
-        self._staging = [_Staging(device, shape, (most_seqs, table_width(limits))) for _ in range(2)]
+        tables = (1 + limits.num_window_groups, most_seqs, table_width(limits))
+        self._staging = [_Staging(device, shape, tables) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0].inputs, device=device)
         self._tables = torch.zeros_like(self._staging[0].tables, device=device)
+        """The block tables of all cache groups."""
         self._logits: Tensor | None = None
         self._graphs: dict[tuple[GraphShape, int], Graph] = {}
 
@@ -173,9 +175,12 @@ class PromptGraphs:
         staging, num_seqs = self._staging[0], len(arrays.context_lens)
         staging.wait()
         _fill(staging.inputs.numpy(), arrays, size, kind.num_seqs)
-        staging.tables.numpy()[:num_seqs, : arrays.block_tables.shape[1]] = arrays.block_tables
+        width, tables = arrays.block_tables.shape[1], staging.tables.numpy()
+        tables[0, :num_seqs, :width] = arrays.block_tables
+        if len(tables) > 1:
+            tables[1:, :num_seqs, :width] = arrays.block_tables if arrays.windows is None else arrays.windows.tables
         self._inputs.copy_(staging.inputs, non_blocking=True)
-        self._tables[:num_seqs].copy_(staging.tables[:num_seqs], non_blocking=True)
+        self._tables[:, :num_seqs].copy_(staging.tables[:, :num_seqs], non_blocking=True)
         staging.is_being_copied(self._device)
 
     def _fill_nothing(self) -> None:
@@ -195,19 +200,30 @@ class PromptGraphs:
         meta = AttentionMetadata(
             query_starts=self._inputs[STARTS].view(torch.int32)[: num_seqs + 1],
             context_lens=self._inputs[CONTEXTS].view(torch.int32)[:num_seqs],
-            block_tables=self._tables[:num_seqs],
+            block_tables=self._tables[0, :num_seqs],
             slots=inputs[SLOTS],
             max_query_len=size,
             max_context_len=self._limits.max_model_len,
             has_singles=kind.has_singles,
         )
-        step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta)
+        metas = self._layer_metas(meta, inputs[POSITIONS]) if len(self._tables) > 1 else None
+        step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta, layer_metas=metas)
         logits = self._forward(step, self._layers)
         # The result must lie outside the scratch memory, which the next graph overwrites.
         if self._logits is None:
             most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
             self._logits = logits.new_empty((most_seqs, logits.shape[1]))
         self._logits[:num_seqs] = logits
+
+    def _layer_metas(self, meta: AttentionMetadata, indexes: Tensor) -> list[AttentionMetadata]:
+        """Return the batch of each layer, for models with cache groups. A token's slot follows from its index in its
+        sequence and the sequence's block table.
+        """
+        tables, size = self._tables[1:, : len(meta.context_lens)], self._limits.block_tokens
+        tokens = torch.arange(len(indexes), dtype=torch.int32, device=indexes.device)
+        rows = torch.bucketize(tokens, meta.query_starts[1:], right=True).clamp(max=len(meta.context_lens) - 1)
+        slots = tables[:, rows, indexes // size].long() * size + indexes % size
+        return group_metas(meta, tables, slots.where(meta.slots >= 0, -1), self._limits.layer_groups)
 
 
 def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int) -> StepArrays | None:

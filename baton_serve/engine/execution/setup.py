@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout, KVShape
+from baton_serve.contracts.layout import KVLayout, KVShape, KVWindow
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.links import StageLinks
@@ -17,6 +17,7 @@ from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.execution.kernel_choice import choose_kernels
 from baton_serve.engine.kv import capacity
+from baton_serve.engine.kv.cache_groups import divide_layers
 from baton_serve.engine.kv.kv_cache import BlockPart
 from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
@@ -51,7 +52,8 @@ class EngineSetup:
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
         defaults = devices.defaults(device)
-        self.layout = _layout(config, model, config.block_size or defaults.block_tokens)
+        layer_groups = _layer_groups(config, model)
+        self.layout = _layout(config, model, config.block_size or defaults.block_tokens, layer_groups)
         self.states = model.states
         self.weight_bytes = sum(parameter.nbytes for parameter in model.module.parameters())
         """Size of the weights of this rank that are not quantized, in bytes."""
@@ -91,6 +93,8 @@ class EngineSetup:
             keeps_images_whole=keeps_images_whole,
             has_position_rows=model.has_position_rows,
             num_stages=config.pipeline_parallel_size,
+            layer_groups=layer_groups,
+            window_tokens=0 if self.layout.window is msgspec.UNSET else self.layout.window.tokens,
         )
         self._block_layers, self._stage_layers = model.block_layers, model.stage_layers
         self._is_whole, self._is_alone = model.is_whole, config.num_ranks == 1
@@ -147,9 +151,23 @@ def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
             )
 
 
-def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLayout:
-    """Return the layout of whole KV blocks of `block_tokens` tokens, with the heads of all ranks. Raises `ConfigError`
-    if tensor and pipeline parallelism together cannot divide layers of different shapes.
+def _layer_groups(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
+    """Return the cache group of each layer with KV; empty for models whose blocks hold the KV of all layers.
+
+    Their layers have one shape, and nothing but KV; several ranks, which hold parts of blocks, are not supported.
+    """
+    has_other_kv = model.states or model.source_tokens or model.shared_layers or model.has_position_rows
+    is_chunked = any(spec.chunk is not None for spec in model.specs)
+    is_plain = len(set(model.block_shapes)) == 1 and not has_other_kv and not is_chunked
+    if config.disable_hybrid_kv_cache_manager or config.num_ranks > 1 or not is_plain:
+        return ()
+    return divide_layers([spec.sliding_window for spec in model.specs], model.max_model_len)
+
+
+def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int, layer_groups: tuple[int, ...]) -> KVLayout:
+    """Return the layout of whole KV blocks of `block_tokens` tokens, with the heads of all ranks, for layers that are
+    divided into the groups `layer_groups`. Raises `ConfigError` if tensor and pipeline parallelism together cannot
+    divide layers of different shapes.
     """
     first = model.block_shapes[0]
     layout = KVLayout(
@@ -163,6 +181,10 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int) -> KVLa
         state_bytes=row_bytes(model.states),
         source_tokens=model.source_tokens,
     )
+    if layer_groups:
+        longest = max(spec.sliding_window or 0 for spec in model.specs)
+        window = KVWindow(max(layer_groups), longest)
+        return msgspec.structs.replace(layout, num_layers=layer_groups.count(0), window=window)
     # Ranks may hold equal parts of unequal numbers of heads.
     if len(set(model.block_shapes)) == 1 and len({heads.total for heads in model.kv_heads}) == 1:
         return layout

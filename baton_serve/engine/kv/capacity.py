@@ -27,9 +27,12 @@ def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: in
 
 
 def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -> int:
-    """Return how many KV blocks requests can use: `override` if it is set, otherwise as many as fit into
-    `available_bytes`, without block 0, to which padding is written."""
-    return override if override is not None else max(0, available_bytes // layout.block_bytes - 1)
+    """Return how many KV blocks requests can use: as many as fit into `available_bytes`, without block 0, to which
+    padding is written. If `override` is set, it is instead the number of blocks that would hold the KV of all layers.
+    """
+    if override is not None:
+        return override * layout.num_groups
+    return max(0, available_bytes // layout.block_bytes - 1)
 
 
 def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
@@ -86,26 +89,47 @@ class DeviceWeights:
     num_ranks: int = 1
 
 
-def check_fit(layout: KVLayout, num_usable: int, max_model_len: int, weights: DeviceWeights | None = None) -> None:
+@dataclass(frozen=True, slots=True)
+class GroupedSequence:
+    """What one sequence needs if the layers are divided into cache groups."""
+
+    longest: int
+    """Tokens of the longest sequence that fits."""
+    num_blocks: int
+    """Blocks of a sequence of `max_model_len` tokens."""
+
+
+def check_fit(
+    layout: KVLayout,
+    num_usable: int,
+    max_model_len: int,
+    weights: DeviceWeights | None = None,
+    grouped: GroupedSequence | None = None,
+) -> None:
     """Log how many tokens and requests a KV cache of `num_usable` blocks holds. `weights` describes the weights that
-    are on the same accelerator; None: the cache is in host memory.
+    are on the same accelerator; None: the cache is in host memory. `grouped` has the needs of a sequence of a model with
+    cache groups.
 
     Raises `CapacityError` if one request of `max_model_len` tokens does not fit. Its message names settings with which
     it would.
     """
     # A prompt may begin with the blocks of one checkpoint and end with those of another one.
     num_states = 2 * layout.state_blocks + layout.source_blocks
-    tokens = max(0, num_usable - num_states) * layout.block_tokens
-    if tokens < max_model_len:
-        needed = (-(-max_model_len // layout.block_tokens) + num_states) * layout.block_bytes
+    longest = max(0, num_usable - num_states) * layout.block_tokens
+    num_needed = -(-max_model_len // layout.block_tokens) + num_states
+    if grouped is not None:
+        longest, num_needed = grouped.longest, grouped.num_blocks
+    if longest < max_model_len:
+        needed = num_needed * layout.block_bytes
         raise CapacityError(
             f"one request of max_model_len ({max_model_len} tokens) needs {_gib(needed)} of KV cache, but"
             f" {_gib(num_usable * layout.block_bytes)} are available. "
             # The message ends in what can be done; a length of 0 cannot be proposed.
-            + (f"The largest max_model_len that fits is {tokens}: set it, or give" if tokens else "Give")
+            + (f"The largest max_model_len that fits is {longest}: set it, or give" if longest else "Give")
             + " the KV cache more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
             + "".join(f"; or {way}" for way in _other_ways(layout, needed, num_usable * layout.block_bytes, weights))
         )
+    tokens = longest if grouped is None else num_usable * max_model_len // num_needed
     logger.info(
         "KV cache: %d blocks of %d tokens = %d tokens (%s); at %d tokens per request %.1f requests at once",
         num_usable,

@@ -4,7 +4,7 @@ Rank 0 builds the arrays; every rank uploads them.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -86,6 +86,23 @@ class StepInputs:
     """The blocks of each token's source, for cross-attention; None for models without it."""
     sources: Sequence[SourceRows] = ()
     """Sources that were encoded for this step."""
+    layer_metas: Sequence[AttentionMetadata] | None = None
+    """With cache groups: the batch of each layer with KV, which is `meta` but for the blocks and slots of its group."""
+
+    def meta_of(self, layer: int) -> AttentionMetadata:
+        """Return the batch for a layer, by its number among the layers with KV."""
+        return self.meta if self.layer_metas is None else self.layer_metas[layer]
+
+
+def group_metas(
+    meta: AttentionMetadata, tables: Tensor, slots: Tensor, layer_groups: Sequence[int]
+) -> list[AttentionMetadata]:
+    """Return the batch of each layer with KV, for models with cache groups. `meta` is that of full attention; `tables`
+    [groups, num_seqs, blocks] and `slots` [groups, num_tokens] are those of the groups with a sliding window.
+    """
+    own = zip(tables, slots, strict=True)
+    metas = [meta, *(replace(meta, block_tables=table, slots=slot) for table, slot in own)]
+    return [metas[group] for group in layer_groups]
 
 
 def cross_metadata(tables: Tensor, num_positions: int) -> AttentionMetadata:
@@ -145,6 +162,16 @@ def added_rows(inputs: StepInputs, hidden: Tensor) -> tuple[Tensor, Tensor] | No
 
 
 @dataclass(frozen=True, slots=True)
+class WindowArrays:
+    """The blocks of a step in cache groups with a sliding window."""
+
+    tables: NDArray[np.int32]  # [groups, num_seqs, blocks of the longest]
+    slots: NDArray[np.int64]  # [groups, num_tokens]
+    layer_groups: Sequence[int]
+    """The group of each layer with KV; 0 is full attention."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrays:
     """The inputs of a model's forward pass for one step, in host memory; `upload` copies them to the device."""
 
@@ -169,6 +196,8 @@ class StepArrays:
     """Positions of a source."""
     sources: Sequence[SourceRows] = ()
     """Encoded sources; they are on the device already. Only for engines with one rank."""
+    windows: WindowArrays | None = None
+    """The blocks of cache groups with a sliding window. Only for engines with one rank."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """Copy the arrays to the device, and return them there. `last_tokens` [slots], on the device, is the last
@@ -193,6 +222,10 @@ class StepArrays:
         tables = self.source_tables
         cross = None if tables is None else cross_metadata(_sent(tables, device), self.source_tokens)
         positions = _sent(self.positions, device)
+        metas = None
+        if self.windows is not None:
+            sent = _sent(self.windows.tables, device), _sent(self.windows.slots, device)
+            metas = group_metas(meta, *sent, self.windows.layer_groups)
         return StepInputs(
             tokens,
             positions,
@@ -203,6 +236,7 @@ class StepArrays:
             cross=cross,
             sources=self.sources,
             lengths=(self.query_starts, self.context_lens),
+            layer_metas=metas,
         )
 
 
@@ -277,8 +311,25 @@ class InputBuilder:
             source_tables=source_tables(plan, self._limits, lengths),
             source_tokens=self._limits.source_tokens,
             sources=sources,
+            windows=self._windows(slots_of, rows, indexes, longest),
         )
         return BatchInputs(arrays, sample_at, prompt_at)
+
+    def _windows(
+        self, slots_of: NDArray[np.int64], rows: NDArray[np.int64], indexes: NDArray[np.int64], longest: int
+    ) -> WindowArrays | None:
+        """Return the blocks of groups with a window. Sequences have the batch slots `slots_of`, and tokens those of
+        `rows`.
+        """
+        if not self._limits.layer_groups:
+            return None
+        size, tables = self._block_tokens, self._tables.windows
+        blocks = tables[:, rows, indexes // size].astype(np.int64)
+        return WindowArrays(
+            np.ascontiguousarray(tables[:, slots_of, : -(-longest // size)]),
+            np.ascontiguousarray(blocks * size + indexes % size),
+            self._limits.layer_groups,
+        )
 
 
 def _seen_ends(plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]) -> NDArray[np.int32]:

@@ -188,6 +188,7 @@ class TransformersForward:
             inputs.position_ids,
             inputs.after_layer,
             None if inputs.states is None else PackedMixers(inputs.states),
+            inputs.layer_metas,
         )
 
     def _whole(self, logits: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ other MLP stays transformers' module.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -296,7 +296,8 @@ class FusedForward:
         """Compute all layers for a step of one token by a single kernel, in place in `residual`. Return False, with
         nothing done, if no such kernel supports this step.
         """
-        if self._row is None or inputs.logit_rows is not None or inputs.after_layer is not None:
+        has_other_steps = inputs.logit_rows is not None or inputs.after_layer is not None
+        if self._row is None or has_other_steps or inputs.layer_metas is not None:
             return False
         return self._row(residual, rotation, layers, inputs.meta)
 
@@ -362,7 +363,8 @@ class FusedForward:
         else:
             cache, spec = (None, None) if kv is None else (caches[kv], self._specs[kv])
             rotation = rotations[self._rotations.of_layer[number]]
-            mixed = mixer(heads, MixerStep(inputs, rotation, cache, spec))
+            own = inputs if kv is None or inputs.layer_metas is None else replace(inputs, meta=inputs.meta_of(kv))
+            mixed = mixer(heads, MixerStep(own, rotation, cache, spec))
         if kv is not None and inputs.after_layer is not None:
             inputs.after_layer(kv)
         return mixed
@@ -381,22 +383,24 @@ class FusedForward:
         `heads` are Q, K and V side by side.
         """
         layer, rotation = self._layers[number], rotations[self._rotations.of_layer[number]]
+        # Layers without a mixer of their own are numbered as their KV.
+        meta = inputs.meta_of(number)
         heads = heads.view(len(heads), -1, self._head_dim)
         has_plain_norms = layer.query_norm is None or (layer.query_norm.is_plain and not self._has_wide_norms)
         # The fused kernel knows norms of each head and pairs of halves; anything else runs in separate steps.
         if has_plain_norms and not self._is_interleaved:
             new = NewHeads(heads, rotation, layer.query_norm, layer.key_norm)
             # One fused kernel rotates, stores and attends; it returns None for steps that it does not support.
-            attended = self._backend.attend_new(new, cache, inputs.meta, self._specs[number])
+            attended = self._backend.attend_new(new, cache, meta, self._specs[number])
             if attended is not None:
                 return attended.flatten(1)
         kv = self._num_kv_heads
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._normed_heads(query, key, layer.query_norm, layer.key_norm)
-        slots, interleaved = inputs.meta.slots, self._is_interleaved
-        self._kernels.rotary_store(query, key, value, rotation, cache, slots, interleaved=interleaved)
-        return self._backend.attend(query, cache, inputs.meta, self._specs[number]).flatten(1)
+        interleaved = self._is_interleaved
+        self._kernels.rotary_store(query, key, value, rotation, cache, meta.slots, interleaved=interleaved)
+        return self._backend.attend(query, cache, meta, self._specs[number]).flatten(1)
 
     def _normed_heads(self, query: Tensor, key: Tensor, query_norm: Norm, key_norm: Norm) -> tuple[Tensor, Tensor]:
         """Return queries and keys after their norms, both [num_tokens, num_heads, head_dim]."""

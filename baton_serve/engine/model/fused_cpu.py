@@ -128,6 +128,7 @@ class CpuForward:
             hidden = hidden * self._scales.embedding
         rows, after_layer = inputs.logit_rows, inputs.after_layer
         added = added_rows(inputs, hidden)
+        self._decoder.use_groups(inputs.layer_metas)
         logits = self._decoder(hidden, (cos, sin), layers, inputs.meta, rows, after_layer, added)
         return self._scales.finish(logits)
 

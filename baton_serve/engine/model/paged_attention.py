@@ -6,7 +6,7 @@ argument of the model's forward. Some models do not pass it on to their layers; 
 mask (masking_utils returns None for implementations without one).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,6 +87,8 @@ class PagedAttention:
     after_layer: Callable[[int], None] | None = None
     """Called after a layer's KV was stored; see `StepInputs.after_layer`."""
     mixers: MixerContext | None = None
+    layer_metas: Sequence[AttentionMetadata] | None = None
+    """With cache groups: the batch of each layer with KV, instead of `meta`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec | None) -> Tensor:
         """Store the new keys and values of the model's layer `layer` in the KV cache, and return attention over the
@@ -94,12 +96,13 @@ class PagedAttention:
         """
         place = self.places[layer]
         cache = self.layers[place.number]
+        own = self.meta if self.layer_metas is None else self.layer_metas[place.number]
         if not place.is_shared:
-            self.backend.store(key, value, cache, self.meta)
+            self.backend.store(key, value, cache, own)
             if self.after_layer is not None:
                 self.after_layer(place.number)
         # The rules that the module passes are ignored: the probe has recorded them when the model was loaded.
-        meta = self.meta if place.spec.chunk is None else self.chunked
+        meta = own if place.spec.chunk is None else self.chunked
         return self.backend.attend(query, cache, meta, place.spec)
 
 

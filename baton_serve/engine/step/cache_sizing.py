@@ -73,7 +73,11 @@ class KVCacheBuilder:
         # In host memory the weights take nothing from the cache.
         if not devices.is_host(self._device):
             weights = capacity.DeviceWeights(self._setup.weight_bytes, self._ranks.num_ranks)
-        capacity.check_fit(self._layout, num_usable, max_model_len, weights)
+        grouped: capacity.GroupedSequence | None = None
+        if self._limits.layer_groups:
+            longest, needed = self._limits.num_tokens_alone(num_usable), self._limits.num_blocks_alone(max_model_len)
+            grouped = capacity.GroupedSequence(longest, needed)
+        capacity.check_fit(self._layout, num_usable, max_model_len, weights, grouped)
 
     def make_states(self, cache: KVCache) -> StateMemory:
         """Allocate the recurrent states of all batch slots. `cache` holds their checkpoints."""
@@ -118,7 +122,7 @@ class KVCacheBuilder:
         and what that step needs."""
         tokens = self._limits.max_num_batched_tokens
         # A small cache that holds the prompts of the largest step, and one block more for each sequence to grow.
-        num_blocks = 2 + -(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs
+        num_blocks = 2 + (-(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs) * self._layout.num_groups
         cache = self.make(num_blocks)
         before = devices.reset_peak(self._device)
         states = self.make_states(cache).views

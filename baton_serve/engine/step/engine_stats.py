@@ -44,11 +44,14 @@ def engine_stats(table: RequestTable, scheduler: Scheduler, meter: StepMeter) ->
     host = pool.host or HostTier(0)
     sequences = [s for request in table.requests.values() for s in request.sequences]
     held = [s for s in sequences if s.state is SequenceState.AWAITING_FETCH]
+    longest = table.limits.max_model_len
     return EngineStats(
         free_blocks=pool.num_free,
         total_blocks=pool.num_total,
+        longest_blocks=table.limits.num_blocks_alone(longest),
+        longest_own_blocks=table.num_blocks_for(longest),
         cached_blocks=pool.num_cached,
-        held_blocks=sum(len(s.blocks) for s in held),
+        held_blocks=sum(len(s.kv_blocks) for s in held),
         running=len(table.running),
         waiting=len(waiting) + len(table.ready),
         held=len(held),

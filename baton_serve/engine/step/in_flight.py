@@ -115,7 +115,7 @@ class StepPlanner:
 
 def _awaited(sequence: Sequence) -> list[int]:
     """Return all blocks of a sequence that must be on the device before it can run."""
-    return sequence.blocks + sequence.checkpoint_blocks + sequence.source_blocks
+    return sequence.kv_blocks + sequence.checkpoint_blocks + sequence.source_blocks
 
 
 @dataclass(slots=True)

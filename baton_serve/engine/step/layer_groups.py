@@ -52,10 +52,11 @@ def plan_layer_groups(asked: int | None, layout: KVLayout, device: torch.device,
     default and avoids small reports.
 
     With `is_divided`, other ranks compute layers or copy their part of a block to a mirror, and there is one group.
-    With recurrent states too: they are sent after the last layer. Groups are equal shares of a block's bytes, so that
+    With recurrent states too: they are sent after the last layer. With cache groups too: a block has
+    few layers. Groups are equal shares of a block's bytes, so that
     their borders may lie within a layer if the layers have different shapes.
     """
-    if is_divided or layout.state_bytes:
+    if is_divided or layout.state_bytes or layout.num_groups > 1:
         return LayerGroupPlan(1)
     limit = min(asked or devices.defaults(device).tail_parts, layout.num_layers)
     if len(layout.runs) == 1:

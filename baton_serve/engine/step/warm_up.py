@@ -49,7 +49,7 @@ def run_warm_up_batch(runner: ModelRunner, num_blocks: int, limits: SchedulerCon
     """Compute test prompts with `num_tokens` tokens in all, and generate a few tokens after them, in KV blocks that no
     request owns yet. Return the counted steps, with the learned rates."""
     # No prompt may be longer than a sequence or the cache; several prompts make up the number.
-    longest = max(1, min(limits.max_model_len, (num_blocks - 1) * limits.block_tokens) - NUM_ANSWER_TOKENS)
+    longest = max(1, min(limits.max_model_len, limits.num_tokens_alone(num_blocks - 1)) - NUM_ANSWER_TOKENS)
     return _compute(runner, num_blocks, limits, [min(num_tokens, longest)] * max(1, num_tokens // longest))
 
 

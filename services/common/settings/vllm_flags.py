@@ -63,7 +63,6 @@ _SWITCHES = (
     ("no access log is written; --enable-log-requests logs requests", "--disable-uvicorn-access-log"),
     ("images are kept only while their requests are served", "--disable-mm-preprocessor-cache"),
     ("--reasoning-parser turns reasoning on", "--enable-reasoning"),
-    ("each group of layers has a cache of its own", "--disable-hybrid-kv-cache-manager"),
     ("usage contains prompt_tokens_details in any case", "--enable-prompt-tokens-details"),
 )
 _VALUES = (

@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
+from msgspec import UNSET
+
+from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks, window_hashes
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.layout import KVLayout, first_seen_block
 from baton_serve.contracts.messages import Pull, Ticket
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.tracing import NO_SPAN, Span
@@ -64,12 +66,23 @@ class Puller:
         # At least the last token is computed here, because its logits give the first token.
         num_full = min(pull.num_blocks, (len(work.token_ids) - 1) // size)
         names = hash_blocks(work.root, work.token_ids[: num_full * size], size, media=work.media)
-        # Last, because the source sends the cached blocks before the first one that it does not have: KV without the
-        # states after it is of no use, and states without their KV neither.
-        states = checkpoint_hashes(names[-1], self._layout.state_blocks) if names else []
-        arrived = await self.fetch_blocks(pull.ticket, names + states, span=request.span, is_whole=bool(states))
-        num_tokens = max(0, arrived - len(states)) * size
+        # Last, because the source sends the cached blocks before the first one that it does not have: KV of full
+        # attention is of no use without them, and they are of none without that.
+        others = self._hashes_beside(names) if names else []
+        arrived = await self.fetch_blocks(pull.ticket, names + others, span=request.span, is_whole=bool(others))
+        num_tokens = max(0, arrived - len(others)) * size
         request.pulled = PulledPrefix(pull.ticket.source, num_tokens, self._clock() - began)
+
+    def _hashes_beside(self, names: Sequence[BlockHash]) -> list[BlockHash]:
+        """Return the hashes of the blocks that the token after the blocks `names` needs beside these: recurrent states,
+        or the KV of layers with a sliding window.
+        """
+        layout = self._layout
+        if layout.window is UNSET:
+            return checkpoint_hashes(names[-1], layout.state_blocks)
+        size = layout.block_tokens
+        first = first_seen_block(len(names) * size, layout.window.tokens, size)
+        return [beside for name in names[first:] for beside in window_hashes(name, layout.window.num_groups)]
 
     async def fetch_blocks(
         self,

@@ -197,6 +197,14 @@ class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
             " sees all tokens; without effect for a model without a window"
         ),
     ] = False
+    disable_hybrid_kv_cache_manager: Annotated[
+        bool | None,
+        Meta(
+            description="keep the KV of all layers of every token, instead of freeing that of layers with a sliding"
+            " window which no token sees any more (default: on prefill and decode instances only). With"
+            " --no-disable-hybrid-kv-cache-manager handoffs need equal block sizes and data types"
+        ),
+    ] = None
     max_num_seqs: Annotated[
         int | None,
         Meta(

@@ -1,5 +1,7 @@
 """Requests and request tables for tests of the engine's pure core."""
 
+from typing import Any
+
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
@@ -44,16 +46,15 @@ def make_table(
     batched: int = 8,
     caching: bool = True,
     host_slots: int = 0,
-    state_blocks: int = 0,
-    checkpoint_tokens: int = 12,
+    **others: Any,
 ) -> RequestTable:
+    """`others` are more limits."""
     limits = SchedulerConfig(
         block_tokens=BLOCK_TOKENS,
         max_model_len=num_blocks * BLOCK_TOKENS,
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
-        state_blocks=state_blocks,
-        checkpoint_tokens=checkpoint_tokens,
+        **{"checkpoint_tokens": 12, **others},
     )
     pool = BlockPool(num_blocks + 1, caching=caching, host=HostTier(host_slots) if host_slots else None)
     return RequestTable(pool, limits, frozenset({EOS}))

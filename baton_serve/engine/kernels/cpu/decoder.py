@@ -65,7 +65,7 @@ class _Layer(ctypes.Structure):
         *((name, PackedMatrix) for name in ("qkv", "output", "gate_up", "down")),
         *((name, _Norm) for name in ("input_norm", "attention_norm", "mlp_norm", "mlp_output_norm")),
         *((name, _Norm) for name in ("query_norm", "key_norm")),
-        *((name, _POINTER) for name in ("cache", "sinks")),
+        *((name, _POINTER) for name in ("cache", "sinks", "block_tables", "slots")),
         ("scale", _FLOAT),
         ("softcap", _FLOAT),
         ("sliding_window", _INT),
@@ -124,6 +124,7 @@ class CpuDecoder:
         self._step.num_layers, self._step.num_kv_heads = len(layers), rules.num_kv_heads
         self._set_rules(rules, layers[0].query_norm)
         self._caches: list[Tensor] | None = None
+        self._has_groups = False
 
     def __call__(
         self,
@@ -199,6 +200,19 @@ class CpuDecoder:
         step.head_dim, step.block_tokens = caches[0].shape[4], caches[0].shape[3]
         step.codes = KV_CODES.get(caches[0].dtype, 0)
         step.num_heads = self._layers[0].output.inputs // step.head_dim
+
+    def use_groups(self, layer_metas: Sequence[AttentionMetadata] | None) -> None:
+        """Let each layer use the blocks of its own cache group in the next step. `layer_metas` has the batch of each
+        layer, which must stay in memory; None: all layers use those of the step.
+        """
+        if layer_metas is None and not self._has_groups:
+            return
+        self._has_groups = layer_metas is not None
+        metas = [None] * len(self._layers) if layer_metas is None else layer_metas
+        for layer, meta in zip(self._layers, metas, strict=True):
+            assert meta is None or meta.block_tables.is_contiguous()
+            layer.block_tables = None if meta is None else meta.block_tables.data_ptr()
+            layer.slots = None if meta is None else meta.slots.data_ptr()
 
     def _make_room(self, num_tokens: int) -> None:
         if self._scratch and len(self._scratch[0]) >= num_tokens:

@@ -18,6 +18,8 @@ struct DecoderLayer {
   NormWeights query_norm, key_norm;
   void* cache;                        // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
   const float* sinks;                 // [num_heads] or null
+  const int32_t* block_tables;        // of the layer's cache group; null: those of the step
+  const int64_t* slots;
   float scale, softcap;
   int32_t sliding_window, rotation;  // rotation: its number in the step's cos and sin
 };
@@ -157,7 +159,7 @@ struct Step {
     StoreArguments store{};
     store.query = query, store.key = key, store.value = value;
     store.cos = a.cos + layer.rotation * a.rotation_stride, store.sin = a.sin + layer.rotation * a.rotation_stride;
-    store.cache = layer.cache, store.slots = a.slots, store.interleaved = a.is_interleaved;
+    store.cache = layer.cache, store.slots = layer.slots ? layer.slots : a.slots, store.interleaved = a.is_interleaved;
     store.query_token_stride = store.key_token_stride = store.value_token_stride = width;
     store.query_head_stride = store.key_head_stride = store.value_head_stride = a.head_dim;
     store.cache_block_stride = a.cache_block_stride, store.cache_value_offset = a.cache_value_offset;
@@ -172,7 +174,8 @@ struct Step {
   bool attend(const DecoderLayer& layer) const {
     AttendArguments attend{};
     attend.query = a.heads, attend.cache = layer.cache, attend.output = a.attended;
-    attend.query_starts = a.query_starts, attend.context_lens = a.context_lens, attend.block_tables = a.block_tables;
+    attend.query_starts = a.query_starts, attend.context_lens = a.context_lens;
+    attend.block_tables = layer.block_tables ? layer.block_tables : a.block_tables;
     attend.sinks = layer.sinks;
     attend.query_token_stride = width, attend.query_head_stride = a.head_dim;
     attend.cache_block_stride = a.cache_block_stride, attend.cache_value_offset = a.cache_value_offset;
