@@ -35,7 +35,7 @@ def _keeps_all_kv(settings: InstanceSettings, role: Role) -> bool:
     """Return whether each block holds the KV of all layers."""
     if settings.disable_hybrid_kv_cache_manager is not None:
         return settings.disable_hybrid_kv_cache_manager
-    # Blocks of cache groups cannot be converted for instances with another block size, data type or number of ranks.
+    # Blocks of cache groups cannot be converted for instances with another block size or data type.
     return role != "unified"
 
 

@@ -131,6 +131,16 @@ def test_the_call_of_all_layers_reads_the_blocks_of_each_group(model: Model) -> 
     assert answers[0] == answers[1]
 
 
+@pytest.mark.usefixtures("threaded_ranks")
+def test_two_ranks_hold_half_of_the_heads(model: Model) -> None:
+    prompts = [model.prompt[:200], model.prompt[30:90]]
+    with make_engine(model.folder, tensor_parallel_size=2, **SMALL) as two, make_engine(model.folder, **SMALL) as one:
+        assert ask(two, prompts) == [model.answer(prompt) for prompt in prompts]
+        assert one.layout == two.layout
+        answers = hand_over(two, one, make_work(two, "over", model.prompt))
+        assert list(answers.values()) == [model.answer(model.prompt)]
+
+
 def test_layers_are_divided_by_their_windows() -> None:
     gemma = [1024, 1024, 1024, 1024, 1024, None] * 8
     groups = divide_layers(gemma, 8192)

@@ -93,8 +93,8 @@ class SchedulerConfig:
 
     @property
     def kept_window_blocks(self) -> int:
-        """Return how many blocks of each such group a sequence has at least while its prompt is computed, for the tokens
-        that its next token sees and for a chunk.
+        """Return how many blocks of each such group a sequence has at least while its prompt is computed, for what its
+        next token sees and for a chunk.
         """
         chunk = min(WINDOW_CHUNK_TOKENS, self.max_num_batched_tokens)
         return -(-self.window_tokens // self.block_tokens) + 1 + -(-chunk // self.block_tokens)

@@ -137,7 +137,9 @@ class EngineSetup:
         """Return which layers and KV heads of every KV block this rank holds; None: all of them."""
         if self._is_alone:
             return None
-        heads = None if self._is_whole else tuple(heads.part for heads in self.kv_heads)
+        # With cache groups a block has the KV of fewer layers, which all have the same heads.
+        own = self.kv_heads[: self.layout.num_layers] if self.limits.layer_groups else self.kv_heads
+        heads = None if self._is_whole else tuple(heads.part for heads in own)
         return BlockPart(self._block_layers, heads)
 
 
@@ -154,12 +156,13 @@ def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
 def _layer_groups(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
     """Return the cache group of each layer with KV; empty for models whose blocks hold the KV of all layers.
 
-    Their layers have one shape, and nothing but KV; several ranks, which hold parts of blocks, are not supported.
+    Their layers have one shape, and nothing but KV. The stages of a pipeline, which hold some of the layers, have none.
     """
     has_other_kv = model.states or model.source_tokens or model.shared_layers or model.has_position_rows
     is_chunked = any(spec.chunk is not None for spec in model.specs)
     is_plain = len(set(model.block_shapes)) == 1 and not has_other_kv and not is_chunked
-    if config.disable_hybrid_kv_cache_manager or config.num_ranks > 1 or not is_plain:
+    is_plain = is_plain and all(heads == model.kv_heads[0] for heads in model.kv_heads)
+    if config.disable_hybrid_kv_cache_manager or config.pipeline_parallel_size > 1 or not is_plain:
         return ()
     return divide_layers([spec.sliding_window for spec in model.specs], model.max_model_len)
 

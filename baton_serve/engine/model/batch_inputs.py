@@ -197,7 +197,7 @@ class StepArrays:
     sources: Sequence[SourceRows] = ()
     """Encoded sources; they are on the device already. Only for engines with one rank."""
     windows: WindowArrays | None = None
-    """The blocks of cache groups with a sliding window. Only for engines with one rank."""
+    """The blocks of cache groups with a sliding window; None for models without such groups."""
 
     def upload(self, device: torch.device, last_tokens: Tensor) -> StepInputs:
         """Copy the arrays to the device, and return them there. `last_tokens` [slots], on the device, is the last

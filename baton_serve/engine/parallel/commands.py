@@ -16,7 +16,7 @@ from baton_serve.contracts.layout import KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
-from baton_serve.engine.model.batch_inputs import ImageRows, StepArrays
+from baton_serve.engine.model.batch_inputs import ImageRows, StepArrays, WindowArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
@@ -85,6 +85,15 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     images: list["ImagePlace"] = []
     """Places of embeddings, which rank 0 broadcasts afterwards, one image after another."""
     seen_ends: memoryview | None = None
+    windows: "WindowPlaces | None" = None
+
+
+class WindowPlaces(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of cache groups with a sliding window; the fields are those of `WindowArrays`."""
+
+    tables: memoryview
+    slots: memoryview
+    layer_groups: list[int]
 
 
 class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
@@ -235,6 +244,7 @@ def compute_command(arrays: StepArrays) -> Compute:
         adapters=[(one, None if rows is None else _bytes(rows)) for one, rows in arrays.adapters],
         images=[_image_place(image) for image in arrays.images],
         seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
+        windows=None if arrays.windows is None else _window_places(arrays.windows),
     )
 
 
@@ -256,7 +266,18 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArray
         adapters=[(one, None if rows is None else _int64(rows)) for one, rows in command.adapters],
         images=images,
         seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
+        windows=None if command.windows is None else _window_arrays(command.windows, len(context_lens)),
     )
+
+
+def _window_places(arrays: WindowArrays) -> WindowPlaces:
+    return WindowPlaces(_bytes(arrays.tables), _bytes(arrays.slots), list(arrays.layer_groups))
+
+
+def _window_arrays(places: WindowPlaces, num_seqs: int) -> WindowArrays:
+    count = max(places.layer_groups)
+    tables = _int32(places.tables).reshape(count, num_seqs, -1)
+    return WindowArrays(tables, _int64(places.slots).reshape(count, -1), places.layer_groups)
 
 
 def _image_place(image: ImageRows) -> ImagePlace:
