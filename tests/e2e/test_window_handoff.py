@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.e2e.in_process import in_background
-from tests.e2e.test_hybrid_prefixes import TRIES, ask, greedy, prompt_of
+from tests.e2e.test_hybrid_prefixes import NEW_TOKENS, TRIES, ask, prompt_of
 from tests.families import MAX_POSITIONS
-from tests.tiny_models import write_tiny_model
+from tests.tiny_models import load_reference, write_tiny_model
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +26,16 @@ INSTANCE: dict[str, Any] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("window"), "gemma3")
+
+
+def greedy(folder: Path, prompt: list[int]) -> list[int]:
+    """The answer with `ignore_eos`."""
+    model: Any = load_reference(folder)
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
 
 
 def test_a_conversation_between_prefill_and_decode(folder: Path) -> None:

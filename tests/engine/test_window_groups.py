@@ -3,7 +3,6 @@ transformers.generate, and the cache holds longer sequences.
 """
 
 import random
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ class Model:
 
 
 @pytest.fixture(scope="module", params=["gemma3", "gpt_oss", "ministral"])
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     folder = write_tiny_model(tmp_path_factory.mktemp(request.param) / "model", request.param)
     return Model(folder, load_reference(folder))
 

@@ -259,7 +259,7 @@ def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int
 class _Staging:
     """Pinned host memory for the inputs of a step, from which the device copies while the host goes on."""
 
-    def __init__(self, device: torch.device, inputs: tuple[int, int], tables: tuple[int, int]) -> None:
+    def __init__(self, device: torch.device, inputs: tuple[int, int], tables: tuple[int, int, int]) -> None:
         self.inputs = devices.staging(device, inputs, torch.int64)
         self.tables = devices.staging(device, tables, torch.int32)
         self._copied: devices.DeviceEvent | None = None

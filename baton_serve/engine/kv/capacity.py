@@ -91,7 +91,7 @@ class DeviceWeights:
 
 @dataclass(frozen=True, slots=True)
 class GroupedSequence:
-    """What one sequence needs if the layers are divided into cache groups."""
+    """The needs of one sequence if the layers are divided into cache groups."""
 
     longest: int
     """Tokens of the longest sequence that fits."""
@@ -107,8 +107,8 @@ def check_fit(
     grouped: GroupedSequence | None = None,
 ) -> None:
     """Log how many tokens and requests a KV cache of `num_usable` blocks holds. `weights` describes the weights that
-    are on the same accelerator; None: the cache is in host memory. `grouped` has the needs of a sequence of a model with
-    cache groups.
+    are on the same accelerator; None: the cache is in host memory. `grouped` has the needs of a sequence of a model
+    with cache groups.
 
     Raises `CapacityError` if one request of `max_model_len` tokens does not fit. Its message names settings with which
     it would.

@@ -102,7 +102,7 @@ class WindowMachine(HostTierMachine):
         self.table.check_invariants()
         for done in result.completed:
             self.published.setdefault(done.request_id, []).extend(done.blocks)
-        # What a handoff sends is what a decode worker asks for.
+        # A handoff sends the blocks that a decode worker asks for.
         for request_id in result.held:
             work = self.table.requests[request_id].work
             names = self.table.windows.names_of(hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS), len(work.token_ids))
@@ -175,7 +175,7 @@ def test_a_prefix_is_found_where_the_next_token_finds_its_window() -> None:
     names = hash_blocks(ROOT, tokens, BLOCK_TOKENS)
     windows, found = table.windows, table.pool.find
     lost = window_hashes(names[3], 2)[1]
-    table.pool.find = lambda wanted: found(one if one != lost else ROOT for one in wanted)  # type: ignore[method-assign]
+    table.pool.find = lambda names: found(one if one != lost else ROOT for one in names)  # type: ignore[method-assign]
     # A prefix without block 3 ends before it, or where the next token does not see it: it sees 5 tokens before itself.
     assert [windows.find_deepest(names[:count]) for count in (3, 4, 5, 6, 7)] == [3, 3, 3, 6, 7]
 

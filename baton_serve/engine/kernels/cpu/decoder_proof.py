@@ -35,8 +35,9 @@ HIDDEN, INNER, VOCAB_SIZE = 128, 128, 96
 MAX_KV_HEADS = 2
 
 Rotation = tuple[Tensor, Tensor]
-Step = Callable[[Tensor, Rotation, list[Tensor], AttentionMetadata, Tensor | None], Tensor]
-"""Computes the logits of a step from embeddings, cos and sin, the layers' caches, the batch, and rows with logits."""
+Step = Callable[[Tensor, Rotation, list[Tensor], Sequence[AttentionMetadata], Tensor | None], Tensor]
+"""Computes the logits of a step from embeddings, cos and sin, the layers' caches, the batch of each layer, and the rows
+with logits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,19 @@ class PackedDecoder:
     def __call__(self, decoder: SmallDecoder) -> Step:
         layers = [self._packed_layer(layer) for layer in decoder.layers]
         head = pack(self._library, [decoder.head], None)
-        return CpuDecoder(self._library, layers, head, decoder.rules)
+        packed = CpuDecoder(self._library, layers, head, decoder.rules)
+
+        def step(
+            residual: Tensor,
+            rotation: Rotation,
+            caches: list[Tensor],
+            metas: Sequence[AttentionMetadata],
+            logit_rows: Tensor | None,
+        ) -> Tensor:
+            packed.use_groups(None if metas[0] is metas[-1] else metas)
+            return packed(residual, rotation, caches, metas[0], logit_rows)
+
+        return step
 
     def _packed_layer(self, layer: SmallLayer) -> DecoderLayer:
         query_norm, key_norm = layer.head_norms or (None, None)
@@ -149,7 +162,7 @@ class TwinDecoder:
         residual: Tensor,
         rotation: Rotation,
         caches: list[Tensor],
-        meta: AttentionMetadata,
+        metas: Sequence[AttentionMetadata],
         logit_rows: Tensor | None,
     ) -> Tensor:
         layers, rules = self._decoder.layers, self._decoder.rules
@@ -158,7 +171,7 @@ class TwinDecoder:
         rotation = (rotation[0][0].repeat(1, 2), rotation[1][0].repeat(1, 2))
         x = _normed(residual, layers[0].input_norm)
         following = [*(layer.input_norm for layer in layers[1:]), rules.final_norm]
-        for layer, cache, after in zip(layers, caches, following, strict=True):
+        for layer, cache, meta, after in zip(layers, caches, metas, following, strict=True):
             attended = twin.linear(self._attend(layer, x, rotation, cache, meta), layer.output, None)
             residual += _normed(attended, layer.attention_norm) * rules.residual_scale
             if not rules.is_parallel:
@@ -201,7 +214,7 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
             label = str(shapes.dtype).removeprefix("torch.") if form is None else form.codebook
             rules = "".join(dict.fromkeys(described(layer.spec) for layer in decoder.layers))
             shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}{kind.label}"
-            found.append(Operation("decoder", shape, _run(decoder, small, draw), 2 * shapes.tolerance))
+            found.append(Operation("decoder", shape, _run(decoder, small, draw, kind), 2 * shapes.tolerance))
     return found
 
 
@@ -253,8 +266,12 @@ def _cut_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
     return spec if spec.sinks is None else replace(spec, sinks=spec.sinks[:num_heads])
 
 
-def _run(decoder: SmallDecoder, shapes: ProofShapes, draw: Draw) -> Callable[[DecoderKernel], tuple[Tensor, ...]]:
+def _run(
+    decoder: SmallDecoder, shapes: ProofShapes, draw: Draw, kind: DecoderKind
+) -> Callable[[DecoderKernel], tuple[Tensor, ...]]:
     batch = CacheBatch(shapes, MIXED, draw)
+    # Layers of cache groups find their KV in other blocks.
+    metas = [batch.meta, batch.meta if kind is LLAMA else _in_other_blocks(batch.meta, len(batch.tensor), shapes)]
     embeddings = draw.values(batch.num_tokens, HIDDEN)
     angles = draw.normal(1, batch.num_tokens, shapes.head_dim // 2)
     rows = (batch.meta.query_starts[1:] - 1).long()
@@ -263,10 +280,17 @@ def _run(decoder: SmallDecoder, shapes: ProofShapes, draw: Draw) -> Callable[[De
         stored = batch.tensor.clone()
         caches = [batch.layer(stored, number) for number in range(2)]
         step = kernel(decoder)
-        logits = step(embeddings.clone(), (angles.cos(), angles.sin()), caches, batch.meta, rows)
+        logits = step(embeddings.clone(), (angles.cos(), angles.sin()), caches, metas, rows)
         return (logits, *batch.read(stored))
 
     return run
+
+
+def _in_other_blocks(meta: AttentionMetadata, num_blocks: int, shapes: ProofShapes) -> AttentionMetadata:
+    """Return the same batch with the blocks in the opposite order. Block 0 stays padding."""
+    tables, size = meta.block_tables, shapes.block_tokens
+    slots = (num_blocks - meta.slots // size) * size + meta.slots % size
+    return replace(meta, block_tables=torch.where(tables > 0, num_blocks - tables, 0).int(), slots=slots)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
