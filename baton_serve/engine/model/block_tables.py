@@ -86,8 +86,8 @@ class BlockTables:
 
 
 class DeviceTables:
-    """The copy of `BlockTables` in device memory, always at the same addresses: `tensor` int32 [max_num_seqs + 1, width],
-    and `windows` [groups, max_num_seqs + 1, width] for the groups with a sliding window.
+    """The copy of `BlockTables` in device memory, always at the same addresses: `tensor`, int32 [max_num_seqs + 1,
+    width], and `windows`, [groups, max_num_seqs + 1, width], for the groups with a sliding window.
 
     Values beyond the end of a sequence's blocks are undefined.
     """
