@@ -57,8 +57,8 @@ class KVWindow(NamedTuple):
 
 
 class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
-    """Describes a KV block: the parts of all layers (`KVShape`), one after the other. With `window`, it describes a block
-    of one cache group.
+    """Describes a KV block: the parts of all layers (`KVShape`), one after the other. With `window`, a block has the
+    layers of one cache group.
 
     One-byte elements are multiples of a scale, one bfloat16 per token and head. The scales are stored in `scale_rows`
     rows after the tokens of each head. So the bytes of a block do not depend on which instance filled it, or in which

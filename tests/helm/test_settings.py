@@ -55,7 +55,7 @@ MODEL_SOURCE_UNUSED = {
     "hf_overrides", "rope_scaling", "rope_theta",
 }  # fmt: skip
 INSTANCE_UNUSED = MODEL_SOURCE_UNUSED | {
-    "log_config_file",
+    "log_config_file", "disable_hybrid_kv_cache_manager",
     "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket",
 }  # fmt: skip
 ROUTER_UNUSED = MODEL_SOURCE_UNUSED | {"api_key", "log_config_file", "ssl_ca_certs", "ssl_cert_reqs"}

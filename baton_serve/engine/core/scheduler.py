@@ -216,15 +216,10 @@ class Scheduler:
         Sequences are assumed to continue unless their maximum length ends them. The result is also None if a sequence
         would have to be preempted, because the launched step still writes to its blocks.
         """
-        block_tokens = self._table.limits.block_tokens
         active = self._table.running + self._table.ready
         # Each sequence whose last block is full needs one more.
-        num_needed = sum(
-            (s.num_computed_tokens == len(s.blocks) * block_tokens) + self._table.windows.num_for_next_token(s)
-            for s in active
-            if not _must_await(s, self._table.limits)
-        )
-        if num_needed > self._table.pool.num_free:
+        growing = [s for s in active if not _must_await(s, self._table.limits)]
+        if sum(self._table.windows.num_for_next_token(s) for s in growing) > self._table.pool.num_free:
             return None
         plan = self.schedule(now)
         return plan if plan.chunks else None
@@ -357,9 +352,7 @@ class Scheduler:
         """Give a sequence a block for its next token if its last block is full. If no block is free, preempt others.
         Return False if the sequence itself was preempted."""
         table = self._table
-        num_own = int(sequence.num_computed_tokens == len(sequence.blocks) * table.limits.block_tokens)
-        num_needed = num_own + table.windows.num_for_next_token(sequence)
-        if not num_needed:
+        if not (num_needed := table.windows.num_for_next_token(sequence)):
             return True
         while (fresh := table.pool.allocate(num_needed)) is None:
             # Never preempt a `prefill` request: a transport may be reading its blocks at this moment.
@@ -370,9 +363,7 @@ class Scheduler:
                 table.preempt(victim)
             if victim is None or victim is sequence:
                 return False
-        sequence.blocks += fresh[:num_own]
-        if fresh[num_own:]:
-            sequence.window_blocks.append(fresh[num_own:])
+        table.windows.append(sequence, fresh)
         return True
 
     def _register_full_blocks(self, sequence: Sequence) -> None:

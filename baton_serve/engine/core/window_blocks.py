@@ -106,9 +106,19 @@ class WindowBlocks:
             self._give(sequence, self.first_seen(num_tokens), blocks)
 
     def num_for_next_token(self, sequence: Sequence) -> int:
-        """Return how many blocks must be allocated before the next token of a sequence can be computed."""
-        has_block = sequence.num_computed_tokens < len(sequence.window_blocks) * self._block_tokens
-        return 0 if has_block else self.num_groups
+        """Return how many blocks of all groups a sequence still needs before its next token can be computed."""
+        at = sequence.num_computed_tokens
+        has_own = at < len(sequence.blocks) * self._block_tokens
+        has_others = at < len(sequence.window_blocks) * self._block_tokens
+        return (not has_own) + (0 if has_others else self.num_groups)
+
+    def append(self, sequence: Sequence, fresh: Items[int]) -> None:
+        """Give a sequence the blocks that `num_for_next_token` has counted."""
+        # A block of full attention comes first, if it is missing: prompts get theirs before those of the other groups.
+        num_own = len(fresh) - self.num_groups
+        sequence.blocks += fresh[:num_own]
+        if self.are_needed:
+            sequence.window_blocks.append(list(fresh[num_own:]))
 
     def grow(self, sequence: Sequence, num_tokens: int) -> int:
         """Let a sequence have blocks for its first `num_tokens` tokens, as far as blocks are free. Return for how many
