@@ -59,6 +59,8 @@ class HttpServer:
             # Clients could write any address into X-Forwarded-For.
             proxy_headers=False,
             log_config=None,
+            # Found out otherwise from the application's type, for which it would have to be a coroutine function.
+            interface="asgi3",
             access_log=False,
             lifespan="off",
             ws="none",

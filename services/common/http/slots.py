@@ -162,7 +162,8 @@ class Slot:
 
     def _move(self, evictable: "dict[Slot, None]") -> None:
         if self._evictable is not evictable and not self._is_released:
-            self.works()
+            if self._evictable is not None:
+                del self._evictable[self]
             self._evictable = evictable
             evictable[self] = None
 

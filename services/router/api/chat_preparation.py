@@ -62,56 +62,44 @@ async def begin_chat(
     `api_id` is the id of the answer. With `is_long` (a large body) the template is rendered in a thread, so that it
     does not block the event loop. Raises `ApiError` if the request is not valid or not admitted.
     """
+    model = service.view.model_name(request.model)
+    limits = service.limits()
     images = ImageReservation(service.image_memory)
     try:
+        logprobs = wanted_logprobs(request, limits)
+        tokenizing_at = service.clock()
+        urls = image_urls(request.messages)
+        text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
+        message_format = service.message_formats.of(request, text)
+        truncation = truncation_of(request, limits)
+        tokenize = partial(
+            service.tokenize, limits=limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
+        )
+        places = service.model.image_places(text, len(urls))
+        if places is None:
+            token_ids = await tokenize(text)
+            prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
+        elif request.truncate_prompt_tokens is not None:
+            raise BadRequestError(
+                "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
+                param="truncate_prompt_tokens",
+            )
+        else:
+            prompt = await expand_image_tokens(tokenize, places, urls, service.image_limits, limits, images)
+        # Taken here, because the prompt has just become tokens; what follows is not tokenization.
+        timing = service.timing(context, tokenizing_at=tokenizing_at)
+        check_prompt(prompt.token_ids, limits, param="messages")
+        rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.tokens_as_ids)
+        # Some formats of tool calls and reasoning are marked by special tokens, which the text must then contain.
+        if message_format.needs_special_tokens:
+            rules = msgspec.structs.replace(rules, skip_special_tokens=False)
+        rules = await service.with_grammar(rules, request, message_format.grammar_spec, context)
+        generation = service.generate(request, api_id, [prompt], rules, limits, timing=timing)
         # The returned chat owns the memory of its images.
-        return await _begin(service, request, context, api_id, images, is_long=is_long)
+        return BegunChat(model, message_format, rules, generation, images)
     except BaseException:
         images.release()
         raise
-
-
-async def _begin(
-    service: ModelService,
-    request: ChatCompletionRequest,
-    context: RequestContext,
-    api_id: str,
-    images: ImageReservation,
-    *,
-    is_long: bool,
-) -> BegunChat:
-    model = service.view.model_name(request.model)
-    limits = service.limits()
-    logprobs = wanted_logprobs(request, limits)
-    tokenizing_at = service.clock()
-    urls = image_urls(request.messages)
-    text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
-    message_format = service.message_formats.of(request, text)
-    truncation = truncation_of(request, limits)
-    tokenize = partial(
-        service.tokenize, limits=limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
-    )
-    places = service.model.image_places(text, len(urls))
-    if places is None:
-        token_ids = await tokenize(text)
-        prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
-    elif request.truncate_prompt_tokens is not None:
-        raise BadRequestError(
-            "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
-            param="truncate_prompt_tokens",
-        )
-    else:
-        prompt = await expand_image_tokens(tokenize, places, urls, service.image_limits, limits, images)
-    # Taken here, because the prompt has just become tokens; what follows is not tokenization.
-    timing = service.timing(context, tokenizing_at=tokenizing_at)
-    check_prompt(prompt.token_ids, limits, param="messages")
-    rules = text_rules(request, logprobs=logprobs, tokens_as_ids=service.tokens_as_ids)
-    # Some formats of tool calls and reasoning are marked by special tokens, which the text must then contain.
-    if message_format.needs_special_tokens:
-        rules = msgspec.structs.replace(rules, skip_special_tokens=False)
-    rules = await service.with_grammar(rules, request, message_format.grammar_spec, context)
-    generation = service.generate(request, api_id, [prompt], rules, limits, timing=timing)
-    return BegunChat(model, message_format, rules, generation, images)
 
 
 async def count_tokens(service: ModelService, request: ChatCompletionRequest, *, is_long: bool) -> int:

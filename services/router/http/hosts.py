@@ -5,11 +5,11 @@ server for requests to the page's own origin, so CORS does not apply. Only their
 name.
 """
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from ipaddress import ip_address
 
 from baton_serve.services.common.http.server import AsgiApp
-from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, header, send_error
+from baton_serve.services.router.protocol.asgi import Receive, Scope, Send, send_error
 from baton_serve.services.router.protocol.errors import HostNotAllowedError
 
 ANY = "*"
@@ -33,24 +33,28 @@ class _HostCheck:
     def __init__(self, app: AsgiApp, names: Sequence[str]) -> None:
         self._app = app
         self._names = names
-        self._last_allowed: str | None = None
+        self._last_allowed: bytes | None = None
         """The header that was allowed last. Most clients send the same one, which then needs no further check."""
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = header(scope, b"host")
+    # Not a coroutine function: every request passes here, and one coroutine less is resumed for each of its steps.
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        for name, value in scope["headers"]:
+            if name == b"host":
+                if value != self._last_allowed:
+                    host = bytes(value).decode("latin-1")
+                    if not is_allowed(host, self._names):
+                        return send_error(send, _not_allowed(host))
+                    self._last_allowed = bytes(value)
+                break
         # A request without the header (HTTP/1.0) does not come from a browser.
-        if host is not None and host != self._last_allowed:
-            if not is_allowed(host, self._names):
-                await send_error(
-                    send,
-                    HostNotAllowedError(
-                        f"the host {host[:100]!r} is not allowed: use the server's IP address, or start the router"
-                        " with --allowed-hosts and this name"
-                    ),
-                )
-                return
-            self._last_allowed = host
-        await self._app(scope, receive, send)
+        return self._app(scope, receive, send)
+
+
+def _not_allowed(host: str) -> HostNotAllowedError:
+    return HostNotAllowedError(
+        f"the host {host[:100]!r} is not allowed: use the server's IP address, or start the router"
+        " with --allowed-hosts and this name"
+    )
 
 
 def is_allowed(host: str, names: Sequence[str]) -> bool:

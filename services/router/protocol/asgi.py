@@ -127,6 +127,8 @@ def check_media_type(scope: Scope) -> None:
     # Any web page can make a browser send a body as text, as a form or without a type to this server, without a CORS
     # preflight. Requiring JSON forces the preflight, so such pages cannot use a server on the user's own network.
     given = header(scope, b"content-type")
+    if given == "application/json":
+        return
     kind = (given or "").partition(";")[0].strip().lower()
     if kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json")):
         return
@@ -137,7 +139,7 @@ def check_media_type(scope: Scope) -> None:
     )
 
 
-async def read_body(scope: Scope, receive: Receive) -> bytes:
+def read_body(scope: Scope, receive: Receive) -> Awaitable[bytes]:
     """Read the whole body of a request, which must be JSON. If the client disconnects, return the part that arrived.
 
     Raises `MediaTypeError` if the Content-Type is not JSON, `RequestTooLargeError` if the body is longer than the
@@ -146,7 +148,7 @@ async def read_body(scope: Scope, receive: Receive) -> bytes:
     """
     check_media_type(scope)
     limit = RequestContext.of(scope).limits.max_body_bytes
-    return await _read_whole(scope, receive, limit, flag="--max-request-bytes")
+    return _read_whole(scope, receive, limit, flag="--max-request-bytes")
 
 
 async def read_form(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

@@ -105,6 +105,8 @@ async def parsed(body: bytes, expected: type[R]) -> R:
     """Parse and validate the JSON body of a request as `parse` does, in a thread if it is long. Raises
     `BadRequestError`.
     """
+    if not is_long(body):
+        return parse(body, expected)
     return await beside_loop(body, lambda given: parse(given, expected))
 
 

@@ -38,7 +38,13 @@ from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.speech.profile import SpeechProfile, speech_profile
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
-from baton_serve.services.router.text.tokenization import MissingTokenizer, TextTokenizer, beside_loop, read_json
+from baton_serve.services.router.text.tokenization import (
+    ENCODED_INLINE_CHARS,
+    MissingTokenizer,
+    TextTokenizer,
+    beside_loop,
+    read_json,
+)
 
 SHORT_ID_CHARS = 9
 """Length of tool call ids for Mistral's models. Their chat templates reject any other length."""
@@ -164,6 +170,8 @@ class ServedModel:
         caller must still check the number of the returned tokens.
         """
         # The number of characters alone shows nothing: a tokenizer may drop blanks or make one token of a long word.
+        if len(text) <= ENCODED_INLINE_CHARS:  # so few characters are never too many tokens to encode
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
         encode = partial(self.tokenizer.encode_within, add_special_tokens=add_special_tokens, max_tokens=max_tokens)
         token_ids = await beside_loop(len(text), lambda: encode(text))
         if token_ids is None:
