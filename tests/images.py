@@ -9,9 +9,13 @@ from typing import Any
 import torch
 from PIL import Image
 
-from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.media import NO_HEADER, MediaSpan, digest_of
 from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.services.router.protocol.image_limits import ImageLimits
+from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
+from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 
 Piece = int | bytes
@@ -32,6 +36,10 @@ def picture(number: int, *, kind: str = "PNG", size: tuple[int, int] = (24, 18))
 
 def data_url(image: bytes, kind: str = "png") -> str:
     return f"data:image/{kind};base64,{base64.b64encode(image).decode()}"
+
+
+async def load_images(urls: Sequence[str], limits: ImageLimits, reservation: ImageReservation) -> list[ImageFile]:
+    return await load([MediaPart("image", url) for url in urls], limits, reservation, lambda video: NO_HEADER)
 
 
 def tokens_of(folder: Path, image: bytes) -> int:

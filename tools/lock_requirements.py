@@ -23,7 +23,7 @@ def wanted() -> dict[str, list[str]]:
     """Return the requirements of pyproject.toml by image."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    router = [*project["dependencies"], *extras["otel"], *extras["audio"]]
+    router = [*project["dependencies"], *extras["otel"], *extras["audio"], *extras["video"]]
     worker = [line for line in extras["worker"] if name_of(line) != "torch"]
     return {"router": router, "worker": [*router, *worker]}
 

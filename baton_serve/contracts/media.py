@@ -6,7 +6,8 @@ blocks or decode get the positions and hashes without the files.
 
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
-from typing import Annotated
+from struct import pack, unpack
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -27,9 +28,14 @@ MAX_ASPECT = 100
 """Maximum ratio of the longer to the shorter side. Image processors scale the shorter side up to the tower's size and
 the longer one in proportion: an image of a few pixels by thousands would become gigabytes."""
 
+MAX_VIDEO_FRAMES = 2048
+"""Maximum number of frames of one video that a model sees."""
+
 Digest = Annotated[bytes, Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 Digests = Annotated[list[Digest], Meta(max_length=MAX_IMAGES)]
-Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES)]
+MAX_HEADER_BYTES = 64 * 1024
+"""Room for the header of a file (`MediaHeader`)."""
+Image = Annotated[bytes, Meta(max_length=MAX_IMAGE_BYTES + MAX_HEADER_BYTES)]
 Images = Annotated[list[Image], Meta(max_length=MAX_IMAGES)]
 
 
@@ -39,6 +45,11 @@ ORIENTATION_TAG = 0x0112
 that the whole file would have to be decoded."""
 
 
+def float32(value: float) -> float:
+    """Return the nearest number that a 32-bit float can have."""
+    return float(unpack("f", pack("f", value))[0])
+
+
 class TokenGrid(msgspec.Struct, frozen=True, array_like=True):
     """The grid that the tokens of an image form, for models whose positions have three parts (M-RoPE): frame, row and
     column."""
@@ -46,6 +57,9 @@ class TokenGrid(msgspec.Struct, frozen=True, array_like=True):
     frames: Annotated[int, Meta(ge=1)]
     rows: Annotated[int, Meta(ge=1)]
     columns: Annotated[int, Meta(ge=1)]
+    frame_step: Annotated[float, Meta(ge=0, le=1 << 20)] = 1.0
+    """The distance of two frames in positions, which are rounded down. Frames of a video are apart by their time in
+    some models."""
 
 
 class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +93,98 @@ class EmbeddingShape(msgspec.Struct, frozen=True, array_like=True):
 
 
 Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
+
+
+class Clip(msgspec.Struct, frozen=True, kw_only=True):
+    """The frames of a video that a model sees."""
+
+    width: Annotated[int, Meta(ge=1, le=1 << 15)]
+    height: Annotated[int, Meta(ge=1, le=1 << 15)]
+    num_frames: Annotated[int, Meta(ge=1)]
+    """Number of frames of the whole video."""
+    fps: Annotated[float, Meta(gt=0)]
+    """Frames per second of the whole video."""
+    indexes: Annotated[list[int], Meta(min_length=1, max_length=MAX_VIDEO_FRAMES)]
+    """The frames that are seen, by their number in the video, in ascending order; one may stand twice."""
+    is_raw: bool = False
+    """True if the file is just the frames that are seen, one after another, as RGB bytes [height, width, 3]."""
+
+
+class VideoFile(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes a video file, as the process that decodes videos (`baton_serve.video_decoder`) reports it.
+
+    `error` says why the file cannot be used.
+    """
+
+    width: int = 0
+    height: int = 0
+    num_frames: int = 0
+    fps: float = 0.0
+    error: str = ""
+
+
+class VideoTask(msgspec.Struct, frozen=True, kw_only=True):
+    """Asks that process for the frames `indexes` of a video, or without `indexes` for its description."""
+
+    max_pixels: int
+    """Largest size of a frame, width times height."""
+    max_s: float
+    """Longest video in seconds."""
+    cpu_s: float = 60.0
+    """Processor time for one file, after which the process ends."""
+    memory_bytes: int = 2 * 1024 * 1024 * 1024
+    """Address space beside that of the process itself."""
+    indexes: list[int] = []
+
+
+class MediaHeader(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How an image or video is to be read, where that does not follow from the file alone.
+
+    It stands before the file, so that the digest of both names what the model sees.
+    """
+
+    settings: dict[str, Any] = {}
+    """Values that replace some of the model's processor (`mm_processor_kwargs`)."""
+    clip: Clip | None = None
+    """The frames of a video; None: the file is an image."""
+
+
+NO_HEADER = MediaHeader()
+"""The header of an image that is read as the model's processor says."""
+_MARK = b"\0baton media 1\0"
+"""Begins a file with a header. No accepted format begins like this."""
+
+
+def with_header(file: bytes, header: MediaHeader) -> bytes:
+    """Return a file with its header; without anything to say, the file itself."""
+    if header == NO_HEADER:
+        return file
+    # Settings that are equal must give equal bytes, in whichever order a client writes them.
+    written = msgspec.msgpack.encode(header, order="deterministic")
+    return b"".join([_MARK, len(written).to_bytes(4, "little"), written, file])
+
+
+def has_header(data: bytes) -> bool:
+    """Return whether a file has a header, so that it is not read as any image is."""
+    return data.startswith(_MARK)
+
+
+def split_header(data: bytes) -> tuple[MediaHeader, memoryview]:
+    """Return the header of a file, and the file. Raises `ValueError` if the header is damaged."""
+    view = memoryview(data)
+    if not has_header(data):
+        return NO_HEADER, view
+    start = len(_MARK) + 4
+    end = start + int.from_bytes(view[len(_MARK) : start], "little")
+    return msgspec.msgpack.decode(view[start:end], type=MediaHeader), view[end:]
+
+
+def span_digests(digest: bytes, count: int) -> list[bytes]:
+    """Return the digests of the spans of one image or video, which has `count` of them."""
+    # A video whose frames stand apart from each other in the prompt has a span for each.
+    return (
+        [digest] if count == 1 else [sha256(digest + number.to_bytes(4, "little")).digest() for number in range(count)]
+    )
 
 
 def source_span(digest: bytes) -> MediaSpan:

@@ -94,7 +94,9 @@ def test_wrong_images_are_refused_and_leave_nothing(llm: LLM) -> None:
         ({"type": "image_url", "image_url": {"url": "https://example.com/a.png"}}, "is not fetched here"),
         ({"type": "image_url", "image_url": {"url": "data:image/png;base64,?"}}, "cannot be read"),
         ({"type": "image_url", "image_url": {"url": "file:///does/not/exist.png"}}, "cannot be read"),
-        ({"type": "video_url"}, "'video_url' is not supported"),
+        ({"type": "audio_url"}, "'audio_url' is not supported"),
+        ({"type": "video_url", "video_url": {"url": "data:video/mp4;base64,aGk="}}, "does not accept videos"),
+        ({"type": "image_url", "uuid": "unknown"}, "there is no image 'unknown' here"),
     ]
     for part, why in wrongs:
         with pytest.raises(ConfigError, match=why):

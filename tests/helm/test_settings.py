@@ -104,6 +104,7 @@ def everything_set() -> list[Manifest]:
     router = {"tokenizer": "/t", "rootPath": "/r", "maxModelLen": 9, "chatTemplate": "/c.jinja"}
     router |= {"auditLog": "/r/audit", "allowedOrigins": "*", "allowedHosts": "*", "middleware": "a.B"}
     router |= {"limitMmPerPrompt": "image=2", "allowedMediaDomains": "*", "allowedLocalMediaPath": "/pictures"}
+    router |= {"mmProcessorKwargs": '{"fps": 1}'}
     router |= {"overrideGenerationConfig": {"temperature": 0.5}, "seed": 7}
     router |= {"models": {"small": {"model": "/s"}}, "jointPrefillMinTokens": 4096}
     router |= {"defaultTtftMs": 2000, "defaultItlMs": 50, "loraResolverFolder": "/adapters"}

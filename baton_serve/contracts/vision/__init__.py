@@ -4,17 +4,21 @@
 folder (`facts`), so that a router can count and hash prompts without torch.
 """
 
-from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageError
-from baton_serve.contracts.vision.placeholders import expand_runs, num_embeddings, write_parts, write_parts_as_tokens
-from baton_serve.contracts.vision.registry import SERVED, image_family, why_unread
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError, num_embeddings
+from baton_serve.contracts.vision.placeholders import expand_runs, media_spans, write_parts, write_parts_as_tokens
+from baton_serve.contracts.vision.registry import SERVED, configured, image_family, why_unread
 
 __all__ = [
     "SERVED",
     "ImageFamily",
+    "MediaText",
     "Parts",
     "UnfitImageError",
+    "configured",
     "expand_runs",
     "image_family",
+    "media_spans",
     "num_embeddings",
     "why_unread",
     "write_parts",

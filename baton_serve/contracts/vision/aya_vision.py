@@ -1,15 +1,20 @@
 """Aya Vision. Tiles as InternVL's, each behind a label that is text."""
 
+from typing import ClassVar
+
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts
 from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
 class AyaImages(ImageFamily, frozen=True):
     """How Aya Vision models read images: a fixed number of tokens for each tile, and for the overview, which comes
     last."""
+
+    READS: ClassVar = frozenset({"min_patches", "max_patches"})
 
     tiles: TileRules
     tokens_per_tile: int

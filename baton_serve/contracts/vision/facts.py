@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+EDGES = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
+"""Keys of `size` by the older names of the same limits."""
+
 
 class ModelFacts(msgspec.Struct, frozen=True):
     """The contents of those files of a model folder that say how the model reads images. A missing file is empty."""
@@ -18,6 +21,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The image processor: preprocessor_config.json, or a part of processor_config.json in newer folders."""
     tokenizer: Mapping[str, Any] = {}
     """The contents of tokenizer_config.json."""
+    videos: Mapping[str, Any] = {}
+    """The video processor: video_preprocessor_config.json, or a part of processor_config.json; else `images`."""
 
     @classmethod
     def of(cls, folder: Path) -> "ModelFacts":
@@ -27,7 +32,31 @@ class ModelFacts(msgspec.Struct, frozen=True):
         nested = processor.get("image_processor")
         # transformers prefers the nested settings too, in folders that have both.
         images = nested if isinstance(nested, dict) else _read(folder / "preprocessor_config.json")
-        return cls(_read(folder / "config.json"), processor, images, _read(folder / "tokenizer_config.json"))
+        clips = processor.get("video_processor")
+        videos = clips if isinstance(clips, dict) else _read(folder / "video_preprocessor_config.json")
+        return cls(
+            _read(folder / "config.json"),
+            processor,
+            images,
+            _read(folder / "tokenizer_config.json"),
+            # As in transformers, older folders have one file for both.
+            videos or _read(folder / "preprocessor_config.json"),
+        )
+
+    def with_settings(self, images: Mapping[str, Any], videos: Mapping[str, Any]) -> "ModelFacts":
+        """Return these facts with some settings of the two processors replaced."""
+        return msgspec.structs.replace(
+            self, images=_replaced(self.images, images), videos=_replaced(self.videos, videos)
+        )
+
+
+def _replaced(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = {**stated, **settings}
+    if isinstance(size := settings.get("size"), Mapping):
+        # A size states some edges and leaves the others. Older names of the same limits would hide it.
+        older = {edge: found.pop(name) for name, edge in EDGES.items() if found.get(name) is not None}
+        found["size"] = {**(stated.get("size") or {}), **older, **size}
+    return found
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -1,24 +1,22 @@
 """The port of a family of models that read images: what an image of some size becomes in a prompt."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import msgspec
 
-from baton_serve.contracts.media import TokenGrid
-
-Parts = Sequence[str | int]
-"""The text of one image in a prompt: texts, and numbers of image tokens in a row. Each image token is replaced by
-one embedding of the tower; the texts are tokenized with the text around them, as transformers does."""
-
-
-class UnfitImageError(ValueError):
-    """Reports that the model cannot read an image of this size."""
+from baton_serve.contracts.media import Clip, TokenGrid
+from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
+from baton_serve.contracts.vision.videos import VideoRules
 
 
 class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     """How a model reads images: which texts and tokens stand for an image of some size in the prompt. Each subclass is
     for one family of models; objects are immutable and made from the files of a model folder."""
+
+    READS: ClassVar[frozenset[str]] = frozenset()
+    """Settings of the image processor that a request may replace (`mm_processor_kwargs`)."""
 
     image_token_id: int
     """The token whose embedding is replaced by one of an image."""
@@ -29,6 +27,10 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
 
     attends_both_ways: bool = False
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
+    video: VideoRules | None = None
+    """How the model reads videos; None if it does not, or not in a way that is supported."""
+    facts: ModelFacts | None = None
+    """The files that this value was made from, so that it can be made again with other settings."""
 
     @property
     def is_fixed(self) -> bool:
@@ -51,3 +53,27 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
         """Return the rows and columns that the tokens of an image of this size in pixels form, for models whose
         positions have three parts (M-RoPE). None: they have positions like text."""
         return None
+
+    def text_of(self, *, width: int, height: int, clip: Clip | None = None) -> MediaText:
+        """Return what an image of this size, or the frames of a video, become in a prompt. Raises `UnfitImageError`."""
+        if clip is not None:
+            if self.video is None:
+                raise UnfitImageError("this model does not read videos here")
+            return self.video.text_of(clip)
+        grid = self.token_grid(width=width, height=height)
+        return self._written(self.parts(width=width, height=height), grid)
+
+    def least_text(self, *, is_video: bool = False) -> MediaText:
+        """Return the same for the image or video that takes the fewest tokens."""
+        return self.video.least_text if is_video and self.video is not None else self._written(self.least, None)
+
+    def _written(self, parts: Parts, grid: TokenGrid | None) -> MediaText:
+        placeholder = self.placeholder or self.image_token_id
+        return MediaText(parts=parts, token_id=self.image_token_id, placeholder=placeholder, grids=(grid,))
+
+    def call_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the arguments of the image processor for images that are read with `settings` (see `READS`).
+
+        This value has been made with them already (`configured`).
+        """
+        return {**self.processor_settings, **settings}

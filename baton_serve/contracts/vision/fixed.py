@@ -3,7 +3,8 @@
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts
 
 
 class FixedImages(ImageFamily, frozen=True):

@@ -5,13 +5,17 @@ An image is scaled to sides that are multiples of a token's side, and to a numbe
 """
 
 from collections.abc import Mapping
-from math import ceil, floor, sqrt
+from math import ceil
+from typing import Any, ClassVar
 
 import msgspec
 
 from baton_serve.contracts.media import TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.scaling import scaled_grid
+from baton_serve.contracts.vision.videos import video_rules
 
 _QWEN_LIMITS, _GLM_LIMITS = (56 * 56, 28 * 28 * 1280), (112 * 112, 28 * 28 * 15000)
 """Limits of transformers' processors in pixels, for models that do not state them."""
@@ -26,6 +30,8 @@ class ImageGrid(ImageFamily, frozen=True):
     GLM counts the pixels of an image once for each of the `frames` that its tower reads together, and enlarges images
     that are smaller than a token before anything else.
     """
+
+    READS: ClassVar = frozenset({"min_pixels", "max_pixels", "size"})
 
     token_side: int
     """Width and height in pixels that one token shows."""
@@ -48,25 +54,22 @@ class ImageGrid(ImageFamily, frozen=True):
         return (grid.rows * grid.columns,)
 
     def token_grid(self, *, width: int, height: int) -> TokenGrid:
-        """Return the rows and columns of tokens that an image of this size in pixels becomes. Same as transformers'
-        `smart_resize`."""
-        side = self.token_side
-        if self.enlarges_first and (height < side or width < side):
-            scale = max(side / height, side / width)
-            height, width = int(height * scale), int(width * scale)
-        # Python rounds halves to even numbers, and so does transformers: rounding halves up would give other grids.
-        rows, columns = round(height / side), round(width / side)
-        pixels = self.frames * rows * columns * side * side
-        if pixels > self.max_pixels:
-            # The factors follow from the real sides and not from the rounded ones. `floor` and `ceil` keep the result
-            # within the limits.
-            factor = sqrt((self.frames * height * width) / self.max_pixels)
-            rows, columns = max(1, floor(height / factor / side)), max(1, floor(width / factor / side))
-        elif pixels < self.min_pixels:
-            factor = sqrt(self.min_pixels / (self.frames * height * width))
-            rows, columns = ceil(height * factor / side), ceil(width * factor / side)
+        """Return the grid of an image of this size in pixels."""
+        rows, columns = scaled_grid(
+            width,
+            height,
+            self.token_side,
+            (self.min_pixels, self.max_pixels),
+            frames=(self.frames, self.frames),
+            enlarges_first=self.enlarges_first,
+        )
         # An image is one frame, although the tower reads it as two equal ones.
         return TokenGrid(1, rows, columns)
+
+    def call_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the limits as the processor takes them in calls."""
+        size = {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels}
+        return {**self.processor_settings, **({"size": size} if settings else {})}
 
 
 class _Config(msgspec.Struct, frozen=True):
@@ -85,38 +88,38 @@ class _Processor(msgspec.Struct, frozen=True):
 
 
 def qwen(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a Qwen-VL model whose files are `facts` reads images; None if it does not scale them, which is not
-    supported."""
-    known, processor = _read(facts)
+    """Return the family of a Qwen model that reads images, or None if it does not scale them."""
+    processor = msgspec.convert(facts.images, _Processor)
     size, limits = processor.size, _QWEN_LIMITS
     # Older folders have `min_pixels` and `max_pixels`, newer ones have the limits within `size`.
     low = processor.min_pixels or size.get("shortest_edge") or limits[0]
     high = processor.max_pixels or size.get("longest_edge") or limits[1]
-    return _grid(known, processor, low, high)
+    return _grid(facts, processor, low, high)
 
 
 def glm(facts: ModelFacts) -> ImageFamily | None:
-    """Return how a GLM-V model whose files are `facts` reads images; None if it does not scale them, which is not
-    supported."""
-    known, processor = _read(facts)
+    """Return the family of a GLM model that reads images, or None if it does not scale them."""
+    processor = msgspec.convert(facts.images, _Processor)
     low, high = (
         processor.size.get(name) or limit
         for name, limit in zip(("shortest_edge", "longest_edge"), _GLM_LIMITS, strict=True)
     )
-    return _grid(known, processor, low, high, frames=processor.temporal_patch_size)
+    return _grid(facts, processor, low, high, frames=processor.temporal_patch_size)
 
 
-def _read(facts: ModelFacts) -> tuple[_Config, _Processor]:
-    return msgspec.convert(facts.config, _Config), msgspec.convert(facts.images, _Processor)
-
-
-def _grid(known: _Config, processor: _Processor, low: int, high: int, *, frames: int | None = None) -> ImageGrid | None:
+def _grid(
+    facts: ModelFacts, processor: _Processor, low: int, high: int, *, frames: int | None = None
+) -> ImageGrid | None:
     # Images that are not scaled may have sides that are not multiples of a token's side: then only text is served.
     if processor.do_resize is False:
         return None
+    known = msgspec.convert(facts.config, _Config)
     token_id = known.image_token_id
+    if token_id is None:
+        token_id = _IMAGE_TOKENS.get(known.model_type, 151655)
     return ImageGrid(
-        image_token_id=_IMAGE_TOKENS.get(known.model_type, 151655) if token_id is None else token_id,
+        image_token_id=token_id,
+        video=video_rules(facts, token_id),
         token_side=processor.patch_size * processor.merge_size,
         min_pixels=low,
         max_pixels=high,

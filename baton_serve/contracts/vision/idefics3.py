@@ -1,11 +1,13 @@
 """Idefics3 and SmolVLM. Large images become labelled tiles in rows, and an overview."""
 
 from math import ceil
+from typing import ClassVar
 
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts
 
 _MAX_EDGE = 4096
 """Longest side in pixels to which images are scaled, whatever the settings say."""
@@ -14,6 +16,8 @@ _MAX_EDGE = 4096
 class Idefics3Images(ImageFamily, frozen=True):
     """How Idefics 3 and SmolVLM models read images: a fixed number of tokens for each tile of `tile` x `tile` pixels.
     An image is first scaled so that its longer side has `longest_edge` pixels."""
+
+    READS: ClassVar = frozenset({"size", "do_image_splitting"})
 
     tokens_per_tile: int
     tile: int

@@ -1,15 +1,20 @@
 """InternVL 2.5 to 3.5 in transformers' form. A tile is a fixed number of tokens."""
 
+from typing import ClassVar
+
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts
 from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
 class InternVLImages(ImageFamily, frozen=True):
     """How InternVL models read images: a fixed number of tokens for each tile, all in a row between a start and an end
     mark."""
+
+    READS: ClassVar = frozenset({"min_patches", "max_patches"})
 
     tiles: TileRules
     tokens_per_tile: int

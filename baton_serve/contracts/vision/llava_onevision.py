@@ -5,8 +5,9 @@ from math import sqrt
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts
+from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.llava import Size, best_fit, unpadded
+from baton_serve.contracts.vision.media_text import Parts
 
 
 class OneVisionImages(ImageFamily, frozen=True):

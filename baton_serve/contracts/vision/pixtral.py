@@ -1,11 +1,13 @@
 """Pixtral's tower: Pixtral, Mistral Small 3, LightOnOCR. An image keeps its shape and becomes rows of tokens."""
 
 from math import floor
+from typing import ClassVar
 
 import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.family import ImageFamily, Parts, UnfitImageError
+from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
 
 
 class PixtralImages(ImageFamily, frozen=True):
@@ -14,6 +16,8 @@ class PixtralImages(ImageFamily, frozen=True):
 
     The sides of images become multiples of `patch` pixels.
     """
+
+    READS: ClassVar = frozenset({"size"})
 
     side: int
     patch: int

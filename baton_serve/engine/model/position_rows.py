@@ -85,4 +85,6 @@ def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np
 def _places(grid: TokenGrid, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return frame, row and column, [3, count], of an image's tokens, which are numbered row by row within its grid."""
     size = grid.rows * grid.columns
-    return np.stack([tokens // size, tokens % size // grid.columns, tokens % grid.columns])
+    # Rounded as transformers does, which multiplies in float32.
+    frames = (tokens // size).astype(np.float32) * np.float32(grid.frame_step)
+    return np.stack([frames.astype(np.int64), tokens % size // grid.columns, tokens % grid.columns])

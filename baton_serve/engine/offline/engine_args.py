@@ -6,7 +6,7 @@ The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…
 import logging
 import os
 from argparse import ArgumentParser, Namespace
-from dataclasses import MISSING, dataclass, fields, make_dataclass, replace
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -59,6 +59,8 @@ SOURCE = frozenset(entry.name for entry in fields(ModelSource)) - {"model"}
 """Arguments that name the model's files and change its config."""
 OF_TEXT = ("tokenizer", "skip_tokenizer_init", "generation_config", "override_generation_config")
 """Arguments of the tokenizer and of the default sampling parameters, which the engine itself does not need."""
+OF_MEDIA = ("limit_mm_per_prompt", "mm_processor_kwargs")
+"""Arguments of images and videos, which the engine itself does not need."""
 CHOICES: dict[str, tuple[object, ...]] = {
     "device": get_args(DeviceName),
     "dtype": get_args(DtypeName),
@@ -71,9 +73,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 
 
 def _defaults() -> dict[str, Any]:
-    """Return the default of each argument of an engine but `model`, by name. None stands for the engine's own
-    choice."""
-    names = {*OF_TEXT, *SOURCE, *NEUTRAL, *WITHOUT_EFFECT, *ALIASES, "swap_space"}
+    """Return the arguments of an engine but `model`, with their defaults. None stands for the engine's own choice."""
+    names = {*OF_TEXT, *OF_MEDIA, *SOURCE, *NEUTRAL, *WITHOUT_EFFECT, *ALIASES, "swap_space"}
     entries = [entry for entry in fields(EngineConfig) if entry.name != "model"]
     # An empty dict is not shared between objects, so None stands for it.
     of_engine = {entry.name: None if entry.default is MISSING else entry.default for entry in entries}
@@ -128,9 +129,8 @@ class EngineArgs(_Arguments):
         return cls(**{name: value for name, value in vars(args).items() if name == "model" or name in DEFAULTS})
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the engine itself that differ from their defaults; arguments that name the model's
-        files and its tokenizer are left out."""
-        others = {*OF_TEXT, *SOURCE}
+        """Return the arguments of the engine that differ from their defaults."""
+        others = {*OF_TEXT, *OF_MEDIA, *SOURCE}
         values = {name: getattr(self, name) for name in DEFAULTS if name not in others}
         # Flags give lists for tuples.
         values |= {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
@@ -162,6 +162,8 @@ class OpenedModel:
     tokenizer: Any
     generation: GenerationDefaults
     kind: ModelKind
+    media: tuple[dict[str, int], dict[str, Any]] = field(default_factory=lambda: ({}, {}))
+    """The most images and videos in a prompt by kind, and the settings of their processor."""
 
 
 def open_model(args: EngineArgs) -> OpenedModel:
@@ -182,7 +184,16 @@ def open_model(args: EngineArgs) -> OpenedModel:
         tokenizer=None if args.skip_tokenizer_init else _tokenizer(str(tokenizer or folder), config),
         generation=_generation(folder, args),
         kind=detect_model_kind(folder, runner=config.runner, task=config.task),
+        media=(_limits(args.limit_mm_per_prompt or {}), dict(args.mm_processor_kwargs or {})),
     )
+
+
+def _limits(stated: dict[str, Any]) -> dict[str, int]:
+    """Return vLLM's `limit_mm_per_prompt` as counts by kind. Raises `ConfigError`."""
+    found = {kind: limit.get("count", 999) if isinstance(limit, dict) else limit for kind, limit in stated.items()}
+    if wrong := [kind for kind, count in found.items() if kind not in ("image", "video", "audio") or count < 0]:
+        raise ConfigError(f'limit_mm_per_prompt must be like {{"image": 2}}; {wrong[0]!r} is not')
+    return found
 
 
 def profiler_folder() -> Path:

@@ -1,31 +1,48 @@
-"""Images in prompts of the offline API: from `multi_modal_data`, or from the parts of a chat message.
+"""Images and videos in prompts of the offline API: from `multi_modal_data`, or from the parts of a chat message.
 
 An image becomes a file (PNG) and is then handled as a server handles it: equal pixels give equal tokens and cached KV.
 """
 
 import base64
 import binascii
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import numpy as np
 from PIL import Image
 
-from baton_serve.contracts.media import MediaSpan, digest_of
+from baton_serve.contracts.media import MediaHeader, MediaSpan, digest_of, split_header, with_header
 from baton_serve.contracts.vision import (
     SERVED,
     ImageFamily,
-    Parts,
+    MediaText,
+    configured,
     expand_runs,
+    media_spans,
     write_parts,
     write_parts_as_tokens,
 )
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision.placeholders import ImageReader, Pixels
 from baton_serve.engine.offline.prompts import ParsedPrompt
+from baton_serve.engine.offline.videos import GivenVideo, file_of, given_video
+
+Kind = Literal["image", "video"]
+MAX_KEPT_BYTES = 256 << 20
+"""Size of the files that are kept by their uuid, in bytes."""
+
+
+class GivenMedia(NamedTuple):
+    """An image (the bytes of a file) or a video of a prompt. With a `uuid`, the content may be None later."""
+
+    kind: Kind
+    content: bytes | GivenVideo | None
+    uuid: str | None = None
 
 
 class ImagePrompt(NamedTuple):
@@ -37,24 +54,96 @@ class ImagePrompt(NamedTuple):
     pixels: Pixels
 
 
-def files_of(data: Mapping[str, Any]) -> list[bytes]:
-    """Return the images in vLLM's `multi_modal_data` as image files, in order. Raises `ConfigError` for data other than
-    images."""
-    if others := {name for name, value in data.items() if value is not None} - {"image"}:
-        raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image is")
-    images = data.get("image")
-    if images is None:
-        return []
-    return [_file_of(image) for image in (images if isinstance(images, list | tuple) else [images])]
-
-
-def chat_with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[bytes]]:
-    """Return chat messages in which each image is replaced by a part `{"type": "image"}`, as chat templates expect it,
-    and the image files in their order.
-
-    Raises `ConfigError` for a part that is neither text nor an image.
+@dataclass
+class MediaRules:
+    """How an engine reads images and videos. `limits` has the most of each kind in one prompt, and `settings` those of
+    the model's processor; a prompt may replace them.
     """
-    files: list[bytes] = []
+
+    family: ImageFamily | None
+    limits: Mapping[str, int]
+    settings: Mapping[str, Any]
+    known: dict[str, bytes | GivenVideo] = field(default_factory=dict)
+    """The most recently used contents by uuid."""
+
+    def content_of(self, media: GivenMedia) -> bytes | GivenVideo:
+        """Return the content of an image or video, and keep it if it has a uuid. Raises `ConfigError`."""
+        content = media.content
+        if media.uuid is None:
+            assert content is not None, "without a uuid there is a content"
+            return content
+        if content is None:
+            content = self.known.get(media.uuid)
+        if content is None:
+            raise ConfigError(f"multi_modal_uuids: there is no {media.kind} {media.uuid[:80]!r} here: give its data")
+        # Keeping it again makes it the most recently used one.
+        self.known.pop(media.uuid, None)
+        self.known[media.uuid] = content
+        while sum(map(_num_bytes, self.known.values())) > MAX_KEPT_BYTES:
+            self.known.pop(next(iter(self.known)))
+        return content
+
+    def check_number(self, media: Sequence[GivenMedia]) -> None:
+        """Raise `ConfigError` if a prompt has more images or videos than it may."""
+        for kind, most in self.limits.items():
+            if (count := sum(one.kind == kind for one in media)) > most:
+                raise ConfigError(f"a prompt has {count} {kind}s, limit_mm_per_prompt is {most}")
+
+
+def _num_bytes(content: bytes | GivenVideo) -> int:
+    if isinstance(content, bytes):
+        return len(content)
+    return len(content.file) if content.frames is None else int(content.frames.nbytes)
+
+
+def media_of(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> list[GivenMedia]:
+    """Return the images and then the videos in vLLM's `multi_modal_data`. `uuids` are its `multi_modal_uuids`.
+
+    Raises `ConfigError` for anything else.
+    """
+    if others := {name for name, value in data.items() if value is not None} - {"image", "video"}:
+        raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image and video are")
+    images = _items(data, uuids, "image", lambda image: isinstance(image, list | tuple), _file_of)
+    return images + _items(data, uuids, "video", _is_list_of_videos, given_video)
+
+
+def _items(
+    data: Mapping[str, Any],
+    uuids: Mapping[str, Any],
+    kind: Kind,
+    is_list: Callable[[Any], bool],
+    read: Callable[[Any], bytes | GivenVideo],
+) -> list[GivenMedia]:
+    value: Any = data.get(kind)
+    names = uuids.get(kind)
+    named = [names] if isinstance(names, str) else list(names or [])
+    values = [] if value is None and not named else list(value) if is_list(value) else [value]
+    if value is None and named:
+        values = [None] * len(named)
+    named += [None] * (len(values) - len(named))
+    if len(named) != len(values):
+        raise ConfigError(f"multi_modal_uuids: there are {len(named)} for {len(values)} {kind}s")
+    for one, name in zip(values, named, strict=True):
+        if one is None and name is None:
+            raise ConfigError(f"multi_modal_data: an {kind} is None, and has no uuid")
+    return [GivenMedia(kind, None if one is None else read(one), name) for one, name in zip(values, named, strict=True)]
+
+
+def _is_list_of_videos(value: Any) -> bool:
+    """Return whether a value holds several videos: a list of frames is one."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return first is None or isinstance(first, list | tuple | bytes) or getattr(first, "ndim", 0) == 4
+
+
+def chat_with_media(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[GivenMedia]]:
+    """Return the messages with a part `{"type": "image"}` or `{"type": "video"}` for each image and video, as chat
+    templates expect it, and the contents.
+
+    Raises `ConfigError` for a part that is neither text nor an image or a video.
+    """
+    given: list[GivenMedia] = []
     found: list[dict[str, Any]] = []
     for message in messages:
         content = message.get("content")
@@ -62,59 +151,98 @@ def chat_with_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[dict[s
         if isinstance(content, list):
             parts = []
             for part in content:
-                file = _file_of_part(part)
-                files += [] if file is None else [file]
-                parts.append(part if file is None else {"type": "image"})
+                media = _media_of_part(part)
+                given += [] if media is None else [media]
+                parts.append(part if media is None else {"type": media.kind})
             # Templates of text models expect a string, and parts that are all text have the same meaning.
             if all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
                 parts = content
         found.append({**message, "content": parts})
-    return found, files
+    return found, given
 
 
 def add_images(
     prompt: ParsedPrompt,
     token_ids: list[int],
-    model: tuple[ImageFamily | None, ImageReader | None],
+    rules: MediaRules,
+    reader: ImageReader | None,
     tokenizer: Any,
     *,
     add_special_tokens: bool,
 ) -> ImagePrompt:
-    """Preprocess the images of a prompt, and replace its placeholders by the tokens that stand for them.
+    """Read the images and videos of a prompt and put them in the place of its placeholders.
 
-    `token_ids` are the prompt's. `model` says how the model reads images; None: not at all. `tokenizer` is
-    transformers', or None if the engine has none. Raises `ConfigError` if the model does not accept images, and
-    `RequestError` if an image cannot be read or the prompt does not have one placeholder for each image.
+    `token_ids` are the prompt's. `tokenizer` is transformers', or None if the engine has none. Raises `ConfigError` if
+    the model does not accept them, and `RequestError` if one cannot be read or the prompt does not have one placeholder
+    for each.
     """
-    family, reader = model
-    if family is None or reader is None:
+    given: Sequence[GivenMedia] = prompt.media
+    settings = {**rules.settings, **prompt.settings}
+    if rules.family is None or reader is None:
         raise ConfigError(f"this model does not accept images here: {SERVED}, with tensor_parallel_size 1")
-    pixels = reader.read(dict.fromkeys(prompt.images))
-    digests = [digest_of(file) for file in prompt.images]
+    rules.check_number(given)
     try:
-        images = [family.parts(width=pixels[name].width, height=pixels[name].height) for name in digests]
-        written = _written(prompt, token_ids, images, family, tokenizer, add_special_tokens)
-        expanded, places = expand_runs(written, images, family.image_token_id)
+        family = configured(rules.family, settings)
+    except ValueError as exc:
+        raise ConfigError(f"mm_processor_kwargs: {exc}") from exc
+    try:
+        ordered = _in_order(given, prompt, family, tokenizer)
+        files = [_with_header(rules.content_of(one), family, settings) for one in ordered]
+        pixels = reader.read(dict.fromkeys(files))
+        digests = [digest_of(file) for file in files]
+        media = [_text_of(file, family, pixels) for file in files]
+        written = _written(prompt, token_ids, media, tokenizer, add_special_tokens)
+        expanded, places = expand_runs(written, media)
     except ValueError as exc:
         raise RequestError("invalid", str(exc)) from exc
-    grids = [family.token_grid(width=pixels[name].width, height=pixels[name].height) for name in digests]
-    spans = [MediaSpan(*place, name, grid) for place, name, grid in zip(places, digests, grids, strict=True)]
-    return ImagePrompt(expanded, spans, pixels)
+    return ImagePrompt(expanded, media_spans(places, media, digests), pixels)
+
+
+def _in_order(
+    given: Sequence[GivenMedia], prompt: ParsedPrompt, family: ImageFamily, tokenizer: Any
+) -> Sequence[GivenMedia]:
+    """Return images and videos in the order of their placeholders. A dict has them apart from each other."""
+    kinds = {one.kind for one in given}
+    if "video" in kinds and family.video is None:
+        raise ConfigError("this model does not accept videos here")
+    if len(kinds) < 2 or prompt.text is None or tokenizer is None:
+        return given
+    rest = {kind: [one for one in given if one.kind == kind] for kind in kinds}
+    marks: dict[str, Kind] = {}
+    for kind in ("image", "video"):
+        mark = family.least_text(is_video=kind == "video").placeholder
+        marks[tokenizer.convert_ids_to_tokens(mark) if isinstance(mark, int) else mark] = kind
+    shown = [marks[found] for found in re.findall("|".join(map(re.escape, marks)), prompt.text)]
+    # A wrong number of placeholders is reported when they are replaced.
+    return [rest[kind].pop(0) for kind in shown if rest[kind]] + [one for left in rest.values() for one in left]
+
+
+def _with_header(content: bytes | GivenVideo, family: ImageFamily, settings: Mapping[str, Any]) -> bytes:
+    if isinstance(content, bytes):
+        return with_header(content, MediaHeader(dict(settings)))
+    assert family.video is not None, "checked before"
+    return file_of(content, family.video, settings)
+
+
+def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
+    """Return what an image or video becomes in the prompt. Raises `ValueError` if the model cannot read it."""
+    clip = split_header(file)[0].clip
+    if clip is not None:
+        return family.text_of(width=clip.width, height=clip.height, clip=clip)
+    picture = pixels[digest_of(file)]
+    return family.text_of(width=picture.width, height=picture.height)
 
 
 def _written(
     prompt: ParsedPrompt,
     token_ids: list[int],
-    images: Sequence[Parts],
-    family: ImageFamily,
+    media: Sequence[MediaText],
     tokenizer: Any,
     add_special_tokens: bool,
 ) -> list[int]:
-    """Return the tokens of a prompt in which each image's placeholder is replaced by the image's text, as the model's
-    `family` writes it. In it each run of image tokens is still a single token. `add_special_tokens` False is for texts
-    of a chat template."""
-    if not family.placeholder and all(isinstance(part, int) for parts in images for part in parts):
-        return write_parts_as_tokens(token_ids, images, family.image_token_id, family.image_token_id, lambda text: [])
+    """Return the tokens of a prompt with the texts of its images, in which a run of image tokens is one token."""
+    if all(isinstance(part, int) for one in media for part in (*one.parts, one.placeholder)):
+        return write_parts_as_tokens(token_ids, media, lambda text: [])
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init: images of this model are written as text, which needs a tokenizer")
 
@@ -122,14 +250,10 @@ def _written(
         found: list[int] = tokenizer(text, add_special_tokens=with_special)["input_ids"]
         return found
 
-    token = tokenizer.convert_ids_to_tokens(family.image_token_id)
-    placeholder = family.placeholder or token
     if prompt.token_ids is None:
-        return encode(write_parts(prompt.text or "", images, placeholder, token), add_special_tokens)
-    placeholder_id = tokenizer.convert_tokens_to_ids(placeholder)
-    return write_parts_as_tokens(
-        token_ids, images, placeholder_id, family.image_token_id, lambda text: encode(text, False)
-    )
+        written = write_parts(prompt.text or "", media, tokenizer.convert_ids_to_tokens)
+        return encode(written, add_special_tokens)
+    return write_parts_as_tokens(token_ids, media, lambda text: encode(text, False))
 
 
 def _file_of(image: object) -> bytes:
@@ -154,25 +278,30 @@ def _file_of(image: object) -> bytes:
     return written.getvalue()
 
 
-def _file_of_part(part: object) -> bytes | None:
-    """Return the image file of one part of a chat message; None if the part is text. Raises `ConfigError` for other
-    parts."""
+def _media_of_part(part: object) -> GivenMedia | None:
+    """Return the image or video of a part of a chat message, or None if it is text. Raises `ConfigError`."""
+    uuid = part.get("uuid") if isinstance(part, dict) else None
     match part:
         case str() | {"type": "text"}:
             return None
         case {"type": "image_pil", "image_pil": image} | {"type": "image", "image": image}:
-            return _file_of(image)
+            return GivenMedia("image", _file_of(image), uuid)
         case {"type": "image_url", "image_url": str(url)} | {"type": "image_url", "image_url": {"url": str(url)}}:
-            return _file_at(url)
+            return GivenMedia("image", _file_at(url, "an image"), uuid)
+        case {"type": "video", "video": video}:
+            return GivenMedia("video", given_video(video), uuid)
+        case {"type": "video_url", "video_url": str(url)} | {"type": "video_url", "video_url": {"url": str(url)}}:
+            return GivenMedia("video", given_video(_file_at(url, "a video")), uuid)
+        case {"type": "image_url" | "image_pil" | "video_url" as kind} if uuid is not None:
+            return GivenMedia("video" if kind == "video_url" else "image", None, uuid)
         case {"type": kind}:
-            raise ConfigError(f"a chat part of type {kind!r} is not supported; text, image_url and image_pil are")
+            raise ConfigError(f"a chat part of type {kind!r} is not supported; text, image_url and video_url are")
         case _:
             raise ConfigError("a chat part must be a text or a dict with a type")
 
 
-def _file_at(url: str) -> bytes:
-    """Return the image file in a data: URL, or at a file: URL. Raises `ConfigError` for other URLs, or if it cannot be
-    read."""
+def _file_at(url: str, noun: str) -> bytes:
+    """Return the file in a data URL or on this machine. `noun` names it in errors. Raises `ConfigError`."""
     parsed = urlparse(url)
     try:
         if parsed.scheme == "data":
@@ -180,5 +309,5 @@ def _file_at(url: str) -> bytes:
         if parsed.scheme == "file":
             return Path(unquote(parsed.path)).read_bytes()
     except (OSError, binascii.Error) as exc:
-        raise ConfigError(f"an image cannot be read: {exc}") from exc
-    raise ConfigError(f"an image of the scheme {parsed.scheme!r} is not fetched here: give a data: or file: URL")
+        raise ConfigError(f"{noun} cannot be read: {exc}") from exc
+    raise ConfigError(f"{noun} of the scheme {parsed.scheme!r} is not fetched here: give a data: or file: URL")

@@ -116,18 +116,20 @@ class LLM:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
+        mm_processor_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, formatted with `chat_template`, or if it is None with the model's own.
         The other arguments are those of vLLM.
 
-        Images are parts of type `image_url` (a data: or file: URL) or `image_pil` (a Pillow image). Raises the same
-        errors as `generate`, and `ConfigError` if the model has no chat template or if a message has other parts.
+        Images are parts of type `image_url` (a data: or file: URL) or `image_pil` (a Pillow image), and videos of type
+        `video_url`. `mm_processor_kwargs` replaces settings of the model's image processor. Raises the same errors as
+        `generate`, and `ConfigError` if the model has no chat template or if a message has other parts.
         """
         # One conversation is a list of dicts, several are a list of lists.
         chats: list[Any] = [messages] if messages and isinstance(messages[0], dict) else list(messages)
-        from baton_serve.engine.offline.images import chat_with_images  # loads Pillow
+        from baton_serve.engine.offline.images import chat_with_media  # loads Pillow
 
-        with_files = [chat_with_images(chat) for chat in chats]
+        with_files = [chat_with_media(chat) for chat in chats]
         if chat_template is None and self.get_tokenizer().chat_template is None:
             raise ConfigError("the model has no chat template; give chat_template")
         texts = [
@@ -144,7 +146,8 @@ class LLM:
         ]
         chosen = self._params(sampling_params, len(texts))
         # The template has written the special tokens already; the tokenizer would add a second BOS token.
-        given = [ParsedPrompt(text, None, files) for text, (_, files) in zip(texts, with_files, strict=True)]
+        settings = mm_processor_kwargs or {}
+        given = [ParsedPrompt(text, None, files, settings) for text, (_, files) in zip(texts, with_files, strict=True)]
         return self._generate(given, chosen, use_tqdm, lora_request, None, add_special_tokens=False)
 
     def encode(

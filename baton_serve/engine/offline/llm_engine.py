@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.model_path import model_folder
@@ -28,6 +28,9 @@ from baton_serve.engine.offline.params import SamplingParams, default_params
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, checked_tokenizer, parse_prompts, without_text
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
 from baton_serve.engine.offline.requested_adapters import LoRARequest, RequestedAdapters
+
+if TYPE_CHECKING:
+    from baton_serve.engine.offline.images import MediaRules  # loads Pillow, which texts do not need
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +60,8 @@ class LLMEngine:
         self.tokenizer = model.tokenizer
         self._generation = model.generation
         self._config = config
-        self._images = family_of(model_folder(config.model))
+        self._media = model.media
+        self._rules: MediaRules | None = None
         self._outputs: list[RequestOutput] = []
         self._failures: list[EngineError] = []
         self._loaded: _Loaded | None = self._load()
@@ -132,7 +136,7 @@ class LLMEngine:
         if ids is None:
             ids = self.tokenizer(prompt.text, add_special_tokens=add_special_tokens)["input_ids"]
         keep = params.truncate_prompt_tokens
-        if keep is not None and prompt.images:
+        if keep is not None and prompt.media:
             raise ConfigError("truncate_prompt_tokens could cut an image: leave it out for prompts with images")
         # vLLM keeps the end of a long prompt, which has the question.
         kept = ids if keep is None else ids[-keep:]
@@ -140,11 +144,14 @@ class LLMEngine:
             params = params.clone()
             params.update_from_generation_config({"eos_token_id": sorted(self._generation.end_token_ids)})
         prepared = PreparedPrompt(prompt.text, kept, params, priority, lora_request, fingerprint)
-        if prompt.images:
-            from baton_serve.engine.offline.images import add_images  # loads Pillow
+        if prompt.media:
+            from baton_serve.engine.offline.images import MediaRules, add_images  # loads Pillow
 
-            pair = (self._images, self._awake.engine.image_reader)
-            found = add_images(prompt, kept, pair, self.tokenizer, add_special_tokens=add_special_tokens)
+            if self._rules is None:
+                family = family_of(model_folder(self._config.model))
+                self._rules = MediaRules(family, *self._media)
+            reader = self._awake.engine.image_reader
+            found = add_images(prompt, kept, self._rules, reader, self.tokenizer, add_special_tokens=add_special_tokens)
             prepared = replace(prepared, token_ids=found.token_ids, media=found.media, pixels=found.pixels)
         self._awake.runner.add(RequestId(request_id), prepared)
 

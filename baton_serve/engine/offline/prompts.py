@@ -1,6 +1,7 @@
 """The forms of a prompt: a text, a list of token ids, or a dict with one of them. Several prompts are a list."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from baton_serve.engine.errors import ConfigError
@@ -8,17 +9,23 @@ from baton_serve.engine.offline.params import SamplingParams
 
 
 class TextPrompt(TypedDict):
-    """A prompt as a text, in vLLM's dict form. `multi_modal_data` may have images."""
+    """A text, as vLLM's dict form. `multi_modal_data` may have images and videos, and `multi_modal_uuids` names for
+    them. `mm_processor_kwargs` replaces settings of the model's processor.
+    """
 
     prompt: str
     multi_modal_data: NotRequired[dict[str, Any]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, Any]]
 
 
 class TokensPrompt(TypedDict):
-    """A prompt as token ids, in vLLM's dict form. `multi_modal_data` may have images."""
+    """A list of token ids, as vLLM's dict form, with the other keys of `TextPrompt`."""
 
     prompt_token_ids: list[int]
     multi_modal_data: NotRequired[dict[str, Any]]
+    mm_processor_kwargs: NotRequired[dict[str, Any]]
+    multi_modal_uuids: NotRequired[dict[str, Any]]
 
 
 Prompt: TypeAlias = str | list[int] | TextPrompt | TokensPrompt
@@ -26,12 +33,16 @@ Prompts: TypeAlias = Prompt | Sequence[Prompt]
 
 
 class ParsedPrompt(NamedTuple):
-    """A prompt in one form for all callers: exactly one of `text` and `token_ids` is set. `images` are the image files,
-    in the prompt's order."""
+    """One prompt: exactly one of `text` and `token_ids` is set.
+
+    `media` are its images (the bytes of a file each) and videos, in the prompt's order within each kind. `settings` are
+    the `mm_processor_kwargs`.
+    """
 
     text: str | None
     token_ids: list[int] | None
-    images: Sequence[bytes] = ()
+    media: Sequence[Any] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 def parse_prompts(prompts: Prompts) -> list[ParsedPrompt]:
@@ -74,9 +85,11 @@ def _one(prompt: object) -> ParsedPrompt:
     match prompt:
         # An empty dict is accepted, which vLLM's callers often pass.
         case {"multi_modal_data": dict() as data, **rest} if data:
-            from baton_serve.engine.offline.images import files_of  # loads Pillow, which texts do not need
+            from baton_serve.engine.offline.images import media_of  # loads Pillow, which texts do not need
 
-            return _one(rest)._replace(images=files_of(data))
+            others = cast("dict[str, Any]", rest)
+            found = media_of(data, others.get("multi_modal_uuids") or {})
+            return _one(rest)._replace(media=found, settings=others.get("mm_processor_kwargs") or {})
         case str():
             return ParsedPrompt(prompt, None)
         case {"prompt_token_ids": list() as token_ids}:

@@ -61,7 +61,7 @@ _SWITCHES = (
     ("ranks always divide adapters as the layers that they change", "--fully-sharded-loras"),
     ("scales of the KV cache are computed for each token and head", "--calculate-kv-scales"),
     ("no access log is written; --enable-log-requests logs requests", "--disable-uvicorn-access-log"),
-    ("images are kept only while their requests are served", "--disable-mm-preprocessor-cache"),
+    ("the router keeps only images and videos with a uuid", "--disable-mm-preprocessor-cache"),
     ("--reasoning-parser turns reasoning on", "--enable-reasoning"),
     ("usage contains prompt_tokens_details in any case", "--enable-prompt-tokens-details"),
 )
@@ -85,7 +85,6 @@ _VALUES = (
     ("only the files that are needed are downloaded", "--ignore-patterns"),
     ("spans have the times in the model without it, as in newer vLLM", "--collect-detailed-traces"),
     ("blocks are identified by one hash, which peers share", "--prefix-caching-hash-algo"),
-    ("images are kept only while their requests are served", "--mm-processor-cache-gb"),
     ("instances of one pool have no ranks among each other", "--data-parallel-backend --data-parallel-address"),
 )
 # Scripts often state defaults, so each default of vLLM is among the values that change nothing.
@@ -120,7 +119,6 @@ _REFUSED = (
         " --ngram-prompt-lookup-min --spec-decoding-acceptance-method --typical-acceptance-sampler-posterior-threshold"
         " --typical-acceptance-sampler-posterior-alpha --disable-logprobs-during-spec-decoding",
     ),
-    ("leave it out; the model's own processor prepares images", "--mm-processor-kwargs"),
     (
         "prompt adapters are not supported; --enable-lora serves LoRA adapters",
         "--enable-prompt-adapter --prompt-adapters --max-prompt-adapters --max-prompt-adapter-token",

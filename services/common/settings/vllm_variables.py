@@ -60,6 +60,7 @@ EQUIVALENTS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "VLLM_CPU_OMP_THREADS_BIND": ("omp_threads_bind", _cores),
     "VLLM_MAX_AUDIO_CLIP_FILESIZE_MB": ("max_audio_bytes", _mib),
     "VLLM_IMAGE_FETCH_TIMEOUT": ("image_fetch_timeout_s", _as_it_is),
+    "VLLM_VIDEO_FETCH_TIMEOUT": ("video_fetch_timeout_s", _as_it_is),
     "VLLM_ENGINE_ITERATION_TIMEOUT_S": ("engine_step_timeout_s", _as_it_is),
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": ("keep_alive_timeout_s", _as_it_is),
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING": ("allow_runtime_lora_updating", _switch),

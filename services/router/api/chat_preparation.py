@@ -3,9 +3,10 @@
 All chat endpoints (OpenAI's chat, Responses, Messages) use it and then send the generation in their own format.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 import msgspec
 
@@ -13,15 +14,15 @@ from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import RequestContext
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
+from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest, TokenizeRequest
 from baton_serve.services.router.text.message_reader import MessageFormat
 from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
 from baton_serve.services.router.text.multimodal.image_tokens import (
     TokenizedPrompt,
     count_image_tokens,
     expand_image_tokens,
-    image_urls,
 )
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart, media_of
 from baton_serve.services.router.text.prompt_length import check_prompt, truncation_of
 from baton_serve.services.router.text.sampling_params import TextRules, text_rules, wanted_logprobs
 
@@ -64,18 +65,18 @@ async def begin_chat(
     """
     model = service.view.model_name(request.model)
     limits = service.limits()
-    images = ImageReservation(service.image_memory)
+    images = ImageReservation(service.image_memory, context.caller.name)
     try:
         logprobs = wanted_logprobs(request, limits)
         tokenizing_at = service.clock()
-        urls = image_urls(request.messages)
+        media = media_of(request.messages)
         text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
         message_format = service.message_formats.of(request, text)
         truncation = truncation_of(request, limits)
         tokenize = partial(
             service.tokenize, limits=limits, add_special_tokens=bool(request.add_special_tokens), truncation=truncation
         )
-        places = service.model.image_places(text, len(urls))
+        places = service.model.image_places(text, media, processor_settings_of(service, request))
         if places is None:
             token_ids = await tokenize(text)
             prompt = TokenizedPrompt(token_ids if truncation is None else truncation.cut(token_ids))
@@ -85,7 +86,7 @@ async def begin_chat(
                 param="truncate_prompt_tokens",
             )
         else:
-            prompt = await expand_image_tokens(tokenize, places, urls, service.image_limits, limits, images)
+            prompt = await expand_image_tokens(tokenize, places, service.image_limits, limits, images)
         # Taken here, because the prompt has just become tokens; what follows is not tokenization.
         timing = service.timing(context, tokenizing_at=tokenizing_at)
         check_prompt(prompt.token_ids, limits, param="messages")
@@ -113,11 +114,33 @@ async def count_tokens(service: ModelService, request: ChatCompletionRequest, *,
     text = await service.model.render_chat(request, shows_images=True, is_long=is_long)
     # Chat templates write the special tokens themselves, so none are added unless the client wants it.
     with_special = bool(request.add_special_tokens)
-    return len(await counted_tokens(service, text, image_urls(request.messages), add_special_tokens=with_special))
+    settings = processor_settings_of(service, request)
+    found = await counted_tokens(
+        service, text, media_of(request.messages), settings=settings, add_special_tokens=with_special
+    )
+    return len(found)
+
+
+def processor_settings_of(service: ModelService, request: ChatCompletionRequest | TokenizeRequest) -> Mapping[str, Any]:
+    """Return the settings of the model's processor: the request's, and the server's where it has none. Raises
+    `BadRequestError` for settings of a request to a model that reads no images.
+    """
+    if request.mm_processor_kwargs and service.model.vision is None:
+        raise BadRequestError(
+            "mm_processor_kwargs is not supported by this model, which reads no images",
+            param="mm_processor_kwargs",
+            code="unsupported_parameter",
+        )
+    return {**service.image_limits.processor_settings, **(request.mm_processor_kwargs or {})}
 
 
 async def counted_tokens(
-    service: ModelService, text: str, urls: Sequence[str], *, add_special_tokens: bool
+    service: ModelService,
+    text: str,
+    media: Sequence[MediaPart],
+    *,
+    settings: Mapping[str, Any],
+    add_special_tokens: bool,
 ) -> list[int]:
     """Return the token ids of a prompt that is only counted or shown, not sent to an instance. They include the tokens
     of the images at `urls`.
@@ -125,7 +148,7 @@ async def counted_tokens(
     tokenize = partial(
         service.model.tokenize, add_special_tokens=add_special_tokens, max_tokens=service.max_tokenised()
     )
-    places = service.model.image_places(text, len(urls))
+    places = service.model.image_places(text, media, settings)
     if places is None:
         return await tokenize(text)
-    return await count_image_tokens(tokenize, places, urls, service.image_limits, service.image_memory)
+    return await count_image_tokens(tokenize, places, service.image_limits, service.image_memory)

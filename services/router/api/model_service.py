@@ -74,7 +74,9 @@ class ModelService:
         self.clock = clock
         self.message_formats = MessageFormats(settings)
         self.image_limits = settings.image_limits
-        self.image_memory = ImageMemory(settings.max_image_memory_bytes)
+        self.image_memory = ImageMemory(
+            settings.max_image_memory_bytes, cache_bytes=int(settings.mm_processor_cache_gb * (1 << 30))
+        )
         speech = model.speech
         self.audio_cutter = (
             None if speech is None else AudioCutter(settings.cutter_limits(speech.rate_hz, speech.window_s))

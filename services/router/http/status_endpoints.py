@@ -12,7 +12,7 @@ from fastapi.responses import PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from baton_serve.services.common.version import VERSION
-from baton_serve.services.router.api.chat_preparation import counted_tokens
+from baton_serve.services.router.api.chat_preparation import counted_tokens, processor_settings_of
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.cluster.readiness import (
     count_pools,
@@ -38,7 +38,7 @@ from baton_serve.services.router.protocol.openai_responses import DetokenizeAnsw
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.handoff_counts import HandoffStats, joined, warning_of
-from baton_serve.services.router.text.multimodal.image_tokens import image_urls
+from baton_serve.services.router.text.multimodal.media_parts import media_of
 from baton_serve.services.router.text.tokenization import beside_loop
 
 
@@ -273,8 +273,9 @@ class TokenizeEndpoint:
             add_special_tokens = bool(request.add_special_tokens)
         else:
             text, add_special_tokens = request.prompt, request.add_special_tokens is not False
-        urls = image_urls(request.messages or ())
-        tokens = await counted_tokens(service, text, urls, add_special_tokens=add_special_tokens)
+        media = media_of(request.messages or ())
+        settings = processor_settings_of(service, request)
+        tokens = await counted_tokens(service, text, media, settings=settings, add_special_tokens=add_special_tokens)
         strings = None
         if request.return_token_strs:
             token = service.model.tokenizer.token

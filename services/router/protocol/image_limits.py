@@ -1,10 +1,12 @@
-"""Limits for images in requests: their number and size, and the places from which the router may load them.
+"""Limits for images and videos in requests: number and size, and the places from which the router may load them.
 
 This module is pure: no network, no files.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,11 +15,13 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 ANY_DOMAIN = "*"
 """Entry of `ImageLimits.domains` that allows every host with a public address."""
 
-DEFAULT_IMAGES_PER_PROMPT = 999
-"""Number of images in one prompt without `--limit-mm-per-prompt`, as in vLLM."""
+DEFAULT_PER_PROMPT = 999
+"""Number of images, or of videos, in one prompt without `--limit-mm-per-prompt`, as in vLLM."""
 
 _MODALITIES = ("image", "video", "audio")
-"""Names that vLLM allows in `--limit-mm-per-prompt`. Only the limit of images has an effect here."""
+"""Names that vLLM allows in `--limit-mm-per-prompt`."""
+_SIZES = frozenset({"count", "width", "height", "length", "num_frames"})
+"""Keys of vLLM's longer form of a limit. All but `count` size the images with which vLLM measures its memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +30,12 @@ class ImageLimits:
     from.
     """
 
-    per_prompt: int = DEFAULT_IMAGES_PER_PROMPT
-    """Number of images in one prompt."""
+    per_prompt: Mapping[str, int] = field(default_factory=dict)
+    """Number of images and videos in one prompt, by kind (`--limit-mm-per-prompt`). A kind that is not stated may have
+    `DEFAULT_PER_PROMPT`.
+    """
+    processor_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the model's processor (`--mm-processor-kwargs`), which a request may replace."""
     domains: frozenset[str] = frozenset()
     """Hosts from which images are fetched (`--allowed-media-domains`). `*` allows every host with a public address."""
     local_path: Path | None = None
@@ -37,19 +45,37 @@ class ImageLimits:
     max_bytes: int = 16 << 20
     """Size of one image file (`--max-image-bytes`)."""
     max_pixels: int = 1 << 25
-    """Width times height of one image (`--max-image-pixels`)."""
+    """Width times height of one image, or of one frame of a video (`--max-image-pixels`)."""
+    max_video_bytes: int = 31 << 20
+    """Size of one video file (`--max-video-bytes`)."""
+    max_video_s: float = 600.0
+    """Longest video in seconds (`--max-video-s`)."""
+    video_fetch_timeout_s: float = 30.0
+    """Time in which one video must have been fetched from the web."""
+
+    def bytes_of(self, kind: str) -> int:
+        """Return the largest size of a file of this kind."""
+        return self.max_video_bytes if kind == "video" else self.max_bytes
+
+    def check_number(self, kind: str, count: int) -> None:
+        """Raise `BadRequestError` if a prompt may not have so many images or videos."""
+        most = self.per_prompt.get(kind, DEFAULT_PER_PROMPT)
+        if count > most:
+            raise media_error(f"the request has {count} {kind}s, the limit is {most} (--limit-mm-per-prompt)", kind)
 
 
-def images_per_prompt(stated: str) -> int:
-    """Parse the value of `--limit-mm-per-prompt` and return the largest number of images per prompt.
+def limits_per_prompt(stated: str) -> dict[str, int]:
+    """Parse `--limit-mm-per-prompt` and return the limits by kind, of the kinds that are stated.
 
-    vLLM's two formats are accepted: `image=2,video=1` and `{"image": 2}`. Raises `ValueError` for anything else.
+    vLLM's formats are accepted: `image=2,video=1`, `{"image": 2}` and `{"video": {"count": 1, "num_frames": 32}}`.
+    Raises `ValueError` for anything else.
     """
     if not stated.strip():
-        return DEFAULT_IMAGES_PER_PROMPT
+        return {}
     try:
         if stated.lstrip().startswith("{"):
-            limits = msgspec.json.decode(stated, type=dict[str, int])
+            given = msgspec.json.decode(stated, type=dict[str, int | dict[str, int]])
+            limits = {name: _count_of(value) for name, value in given.items()}
         else:
             pairs = (entry.partition("=") for entry in stated.split(","))
             limits = {name.strip(): int(count) for name, _, count in pairs}
@@ -57,14 +83,35 @@ def images_per_prompt(stated: str) -> int:
         limits = {"": -1}  # an invalid entry, so that the check below reports the error
     if any(count < 0 or name not in _MODALITIES for name, count in limits.items()):
         raise ValueError(f'--limit-mm-per-prompt must be like image=2 or {{"image": 2}}, not {stated!r}')
-    return limits.get("image", DEFAULT_IMAGES_PER_PROMPT)
+    return limits
 
 
-def image_error(reason: str) -> BadRequestError:
-    """Return the error (status 400) for an image of a chat that cannot be used. `reason` is its message."""
-    return BadRequestError(f"messages: {reason}", param="messages", code="invalid_image")
+def _count_of(value: int | dict[str, int]) -> int:
+    if isinstance(value, int):
+        return value
+    if not value.keys() <= _SIZES:
+        raise ValueError("a limit has an unknown key")
+    return value.get("count", DEFAULT_PER_PROMPT)
 
 
-def image_too_large_error(limits: ImageLimits) -> BadRequestError:
-    """Return the error for an image file that has more than `limits.max_bytes` bytes."""
-    return image_error(f"an image has more than {limits.max_bytes} bytes (--max-image-bytes): send a smaller one")
+def processor_settings(stated: str) -> dict[str, Any]:
+    """Parse `--mm-processor-kwargs`, an object in JSON. Raises `ValueError` for anything else."""
+    if not stated.strip():
+        return {}
+    try:
+        return msgspec.json.decode(stated, type=dict[str, Any])
+    except msgspec.MsgspecError as exc:
+        raise ValueError(f'--mm-processor-kwargs must be like {{"max_pixels": 1003520}}: {exc}') from exc
+
+
+def media_error(reason: str, kind: str = "image") -> BadRequestError:
+    """Return the error (status 400) for an image or a video of a chat that cannot be used."""
+    return BadRequestError(f"messages: {reason}", param="messages", code=f"invalid_{kind}")
+
+
+def too_large_error(limits: ImageLimits, kind: str) -> BadRequestError:
+    """Return the error for a file that is larger than its kind may be."""
+    noun = "an image" if kind == "image" else "a video"
+    return media_error(
+        f"{noun} has more than {limits.bytes_of(kind)} bytes (--max-{kind}-bytes): send a smaller one", kind
+    )

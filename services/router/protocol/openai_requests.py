@@ -188,11 +188,14 @@ class GenerationRequest(_Request):
 
 
 class ContentPart(_Request):
-    """One part of a chat message's content: a text or an image."""
+    """One part of a message's content: text, an image or a video."""
 
     type: Name
     text: str | None = None
     image_url: dict[str, Any] | str | None = None
+    video_url: dict[str, Any] | str | None = None
+    uuid: Name | None = None
+    """The client's name of the image or video, under which it is kept for later requests."""
 
 
 Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_OBJECTS)]
@@ -217,6 +220,7 @@ class Tool(_Request):
     function: dict[str, Any]
 
 
+ProcessorSettings = Annotated[dict[str, Any], Field(max_length=MAX_METADATA)]
 Messages = Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
 Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
@@ -235,6 +239,7 @@ class ChatCompletionRequest(GenerationRequest):
     documents: Objects | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Effort | None = None
@@ -266,6 +271,7 @@ class TokenizeRequest(_Request):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
     tools: Tools | None = None
 
 

@@ -7,6 +7,7 @@ import msgspec
 from baton_serve.contracts.block_hash import checkpoint_hash
 from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
 from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.media import has_header
 from baton_serve.contracts.messages import ErrorCode, Work
 from baton_serve.contracts.wire import WireError
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -163,7 +164,8 @@ class RequestAttempts:
             itl_s=self._timing.slo.itl_s,
             ttft_s=self._timing.ttft_budget_s(self._clock()),
             has_images=bool(request.media),
-            media=request.media,
+            # Encode instances know images alone, and read them without settings of a request.
+            media=() if any(map(has_header, request.images)) else request.media,
             has_source=request.source_tokens > 0,
         )
         view = self._cluster.view(

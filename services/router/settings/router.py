@@ -9,7 +9,7 @@ from msgspec import Meta
 from baton_serve.contracts.audio import CutterLimits
 from baton_serve.generation_config import checked_overrides
 from baton_serve.services.common.settings.process import Host, Port
-from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
+from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt, processor_settings
 from baton_serve.services.router.quota.api_keys import CacheSharing
 from baton_serve.services.router.settings.limits import BatchSettings
 
@@ -141,9 +141,16 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[
         str,
         Meta(
-            description='largest number of images per prompt, as image=4 or {"image": 4}; 0 allows none (default: '
-            "image=999)",
+            description='largest number of images and of videos per prompt, as image=4,video=1 or {"image": 4}; 0'
+            " allows none (default: image=999,video=999)",
             extra={"group": "images"},
+        ),
+    ] = ""
+    mm_processor_kwargs: Annotated[
+        str,
+        Meta(
+            description="settings of the model's image and video processors as JSON, such as"
+            ' {"max_pixels": 1003520} or {"fps": 1}; requests may replace them by a field of this name'
         ),
     ] = ""
     # Empty by default: fetching any URL that a client names would let it reach services inside the operator's network.
@@ -155,7 +162,8 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         ),
     ] = []
     allowed_local_media_path: Annotated[
-        str | None, Meta(description="folder whose files clients may use as images by file: URLs (default: none)")
+        str | None,
+        Meta(description="folder whose files clients may use as images and videos by file: URLs (default: none)"),
     ] = None
     image_fetch_timeout_s: Annotated[float, Meta(description="longest time to fetch one image", gt=0)] = 5.0
     max_image_bytes: Annotated[int, Meta(description="largest size of an image file", ge=1, le=32 * 1024 * 1024)] = (
@@ -163,8 +171,27 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     )
     # A small file can decode to a huge picture, so the limit in bytes does not bound the memory that it needs.
     max_image_pixels: Annotated[
-        int, Meta(description="largest size of an image in pixels, width times height", ge=1, le=128 * 1024 * 1024)
+        int,
+        Meta(
+            description="largest size of an image or of a video's frame in pixels, width times height",
+            ge=1,
+            le=128 * 1024 * 1024,
+        ),
     ] = 32 * 1024 * 1024
+    max_video_bytes: Annotated[int, Meta(description="largest size of a video file", ge=1, le=31 * 1024 * 1024)] = (
+        31 * 1024 * 1024
+    )
+    max_video_s: Annotated[
+        float, Meta(description="longest video in seconds, which is checked before it is decoded", gt=0, le=6 * 3600)
+    ] = 600.0
+    video_fetch_timeout_s: Annotated[float, Meta(description="longest time to fetch one video", gt=0)] = 30.0
+    mm_processor_cache_gb: Annotated[
+        float,
+        Meta(
+            description="GiB of files with a uuid that each process keeps, so that later requests need not send them",
+            ge=0,
+        ),
+    ] = 0.25
     # At least the images of one prompt (`MAX_PROMPT_BYTES`).
     max_image_memory_bytes: Annotated[
         int,
@@ -187,7 +214,8 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
-        images_per_prompt(self.limit_mm_per_prompt)
+        limits_per_prompt(self.limit_mm_per_prompt)
+        processor_settings(self.mm_processor_kwargs)
         checked_overrides(self.override_generation_config)
         if self.max_request_bytes > self.max_body_memory_bytes:
             raise ValueError(
@@ -205,12 +233,16 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     def image_limits(self) -> ImageLimits:
         """Return the limits for the images of a request."""
         return ImageLimits(
-            per_prompt=images_per_prompt(self.limit_mm_per_prompt),
+            per_prompt=limits_per_prompt(self.limit_mm_per_prompt),
+            processor_settings=processor_settings(self.mm_processor_kwargs),
             domains=frozenset(domain.lower() for domain in self.allowed_media_domains),
             local_path=Path(self.allowed_local_media_path) if self.allowed_local_media_path else None,
             fetch_timeout_s=self.image_fetch_timeout_s,
             max_bytes=self.max_image_bytes,
             max_pixels=self.max_image_pixels,
+            max_video_bytes=self.max_video_bytes,
+            max_video_s=self.max_video_s,
+            video_fetch_timeout_s=self.video_fetch_timeout_s,
         )
 
 

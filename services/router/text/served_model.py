@@ -2,20 +2,22 @@
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import ImageFamily, image_family
+from baton_serve.contracts.vision import ImageFamily, configured, image_family
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
+from baton_serve.services.router.protocol.image_limits import processor_settings
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     ChatMessage,
@@ -34,7 +36,8 @@ from baton_serve.services.router.text.chat_template import (
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.grammar import GrammarSpec, Vocabulary
 from baton_serve.services.router.text.grammar.compiling.checker import GrammarChecker
-from baton_serve.services.router.text.multimodal.image_tokens import IMAGE_PART_TYPE, ImagePlaces
+from baton_serve.services.router.text.multimodal.image_tokens import ImagePlaces
+from baton_serve.services.router.text.multimodal.media_parts import KINDS, MediaPart
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.speech.profile import SpeechProfile, speech_profile
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
@@ -119,21 +122,27 @@ class ServedModel:
         self._trusts_requests = settings.trust_request_chat_template
 
     @property
-    def image_placeholder(self) -> str | None:
-        """The text that a chat template writes for an image; None if the model does not accept images."""
-        if self.vision is None:
-            return None
-        return self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id)
-
-    def image_places(self, text: str, num_images: int) -> ImagePlaces | None:
-        """Return the object that writes the images of a rendered chat (`text`) into its text and tokens, or None for a
-        chat without images.
-
-        `render_chat` rejects images if the model does not accept them.
+    def media_placeholders(self) -> dict[str, str]:
+        """Return the texts that chat templates write for images and videos, by the type of a content part. A type that
+        the model does not accept is missing.
         """
-        if not num_images or self.vision is None:
+        if self.vision is None:
+            return {}
+        found = {"image_url": self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id) or ""}
+        if self.vision.video is not None:
+            before, behind = self.vision.video.least_text.around
+            found["video_url"] = f"{before}{self.tokenizer.token(self.vision.video.placeholder_id)}{behind}"
+        return found
+
+    def image_places(self, text: str, media: Sequence[MediaPart], settings: Mapping[str, Any]) -> ImagePlaces | None:
+        """Return the places of a chat's images and videos in its text, or None if it has none.
+
+        `settings` are those of the model's processor. `render_chat` rejects images and videos if the model does not
+        accept them. Raises `BadRequestError` for settings that the model does not know.
+        """
+        if not media or self.vision is None:
             return None
-        return ImagePlaces(text, num_images, self.vision, self.tokenizer.token(self.vision.image_token_id) or "")
+        return ImagePlaces(text, media, self.vision, self.tokenizer.token, settings)
 
     @classmethod
     def from_settings(cls, settings: RouterSettings) -> "ServedModel":
@@ -156,7 +165,7 @@ class ServedModel:
         # rows may reach an engine.
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
-        model.vision = image_family(ModelFacts.of(model_folder(settings.model)))
+        model.vision = _vision(settings)
         model.speech = speech_profile(model_folder(settings.model), tokenizer)
         if not settings.skip_tokenizer_init:
             model.vocabulary.read()
@@ -290,8 +299,8 @@ class ServedModel:
     def _rendered(self, request: ChatCompletionRequest | TokenizeRequest, *, shows_images: bool) -> str:
         continues = bool(request.continue_final_message)
         template = self._template(request)
-        image = self.image_placeholder if shows_images else None
-        chat = [self._message(message, template, image) for message in request.messages or ()]
+        marks = self.media_placeholders if shows_images else {}
+        chat = [self._message(message, template, marks) for message in request.messages or ()]
         tools = [_json(tool) for tool in request.tools] if request.tools else None
         kwargs = request.chat_template_kwargs or {}
         extra: dict[str, Json] = {name: value for name, value in kwargs.items() if name not in _RESERVED_VARIABLES}
@@ -338,7 +347,7 @@ class ServedModel:
         except TEMPLATE_ERRORS as exc:
             raise BadRequestError(f"chat_template cannot be parsed: {exc}", param="chat_template") from exc
 
-    def _message(self, message: ChatMessage, template: ChatTemplate, image: str | None) -> TemplateMessage:
+    def _message(self, message: ChatMessage, template: ChatTemplate, marks: Mapping[str, str]) -> TemplateMessage:
         # Templates would write "None". Only an assistant's message may lack content, if it has tool calls.
         if message.role == "user" and message.content is None:
             raise BadRequestError("messages: a user message needs content", param="messages")
@@ -346,12 +355,12 @@ class ServedModel:
         if isinstance(message.content, str) or message.content is None:
             plain["content"] = message.content
         else:
-            shown = [image for part in message.content if part.type == IMAGE_PART_TYPE] if image is not None else []
-            texts = [part for part in message.content if not shown or part.type != IMAGE_PART_TYPE]
+            shown = [marks[part.type] for part in message.content if part.type in marks]
+            texts = [part for part in message.content if part.type not in marks]
             # Some templates iterate over the parts of a content, and others expect a string.
             wanted = template.content_format if self._content_format == "auto" else self._content_format
             if wanted == "openai":
-                plain["content"] = [_part(part, shown) for part in message.content]
+                plain["content"] = [_part(part, marks) for part in message.content]
             else:
                 # Images come before the text, as in vLLM, wherever they are among the parts.
                 plain["content"] = "\n".join([*shown, *(_text_of(part.type, part.text) for part in texts)])
@@ -406,6 +415,21 @@ def _too_long(max_tokens: int, num_chars: int) -> BadRequestError:
     )
 
 
+def _vision(settings: RouterSettings) -> ImageFamily | None:
+    """Return how the model reads images. Raises `ModelFolderError` for settings that it does not know."""
+    family = image_family(ModelFacts.of(model_folder(settings.model)))
+    stated = processor_settings(settings.mm_processor_kwargs)
+    try:
+        # Requests apply the settings. A wrong one must stop the process at its start, not fail the first request.
+        if stated:
+            if family is None:
+                raise ValueError("this model reads no images")
+            configured(family, stated)
+    except ValueError as exc:
+        raise ModelFolderError(f"--mm-processor-kwargs: {exc}") from exc
+    return family
+
+
 def _generation(settings: RouterSettings) -> GenerationDefaults:
     """Return the default sampling parameters of a model (generation_config.json, changed by settings). Raises
     `ModelFolderError` if the file cannot be used.
@@ -431,9 +455,9 @@ def _text_of(kind: str, text: str | None) -> str:
     return text
 
 
-def _part(part: ContentPart, shown: Sequence[str]) -> Json:
-    if shown and part.type == IMAGE_PART_TYPE:
-        return {"type": "image"}
+def _part(part: ContentPart, marks: Mapping[str, str]) -> Json:
+    if part.type in marks:
+        return {"type": KINDS[part.type]}
     return {"type": "text", "text": _text_of(part.type, part.text)}
 
 

@@ -100,6 +100,7 @@ TEMPLATED: dict[str, Any] = {
     "continue_final_message": Given(True, BEGUN),
     "chat_template": "{{ messages[0].content }}",
     "chat_template_kwargs": {"mark": "!"},
+    "mm_processor_kwargs": {"fps": 1},
 }
 INPUTS: dict[str, Any] = {
     "input": "other",

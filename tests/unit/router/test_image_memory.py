@@ -10,13 +10,12 @@ import pytest
 from baton_serve.contracts.media import MAX_PROMPT_BYTES
 from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
 from baton_serve.services.router.protocol.image_limits import ImageLimits
-from baton_serve.services.router.text.multimodal.image_files import load
 from baton_serve.services.router.text.multimodal.image_memory import (
     MAX_LOADS_PER_REQUEST,
     ImageMemory,
     ImageReservation,
 )
-from tests.images import data_url, picture
+from tests.images import data_url, load_images, picture
 
 BUDGET = MAX_PROMPT_BYTES
 A = picture(1)
@@ -71,7 +70,7 @@ def test_a_request_opens_few_connections_at_a_time() -> None:
         site = SlowSite(A)
         async with site.serving() as url:
             with ImageReservation(ImageMemory(BUDGET)) as reservation:
-                loading = asyncio.create_task(load([f"{url}/{i}" for i in range(20)], limits(), reservation))
+                loading = asyncio.create_task(load_images([f"{url}/{i}" for i in range(20)], limits(), reservation))
                 await site.wait_open(MAX_LOADS_PER_REQUEST)
                 site.is_open.set()
                 assert [file.data for file in await loading] == [A] * 20
@@ -85,15 +84,15 @@ def test_a_process_fetches_few_images_at_a_time_and_refuses_the_rest_after_a_wai
         site, memory = SlowSite(A), ImageMemory(BUDGET, max_fetches=2, wait_s=0.05)
         async with site.serving() as url:
             with ImageReservation(memory) as first, ImageReservation(memory) as second:
-                loading = asyncio.create_task(load([f"{url}/1", f"{url}/2"], limits(max_bytes=1000), first))
+                loading = asyncio.create_task(load_images([f"{url}/1", f"{url}/2"], limits(max_bytes=1000), first))
                 await site.wait_open(2)
                 with pytest.raises(RateLimitError, match="try again later"):
-                    await load([f"{url}/3"], limits(max_bytes=1000), second)
+                    await load_images([f"{url}/3"], limits(max_bytes=1000), second)
                 assert site.most_open == 2
                 site.is_open.set()
                 await loading
                 with ImageReservation(memory) as third:
-                    await load([f"{url}/3"], limits(max_bytes=1000), third)
+                    await load_images([f"{url}/3"], limits(max_bytes=1000), third)
 
     asyncio.run(scenario())
 
@@ -105,10 +104,10 @@ def test_images_that_are_kept_leave_no_memory_for_those_of_other_requests() -> N
         site = SlowSite(A)
         async with site.serving() as url:
             with ImageReservation(memory) as first, ImageReservation(memory) as second:
-                loading = asyncio.create_task(load([f"{url}/1"], own, first))
+                loading = asyncio.create_task(load_images([f"{url}/1"], own, first))
                 await site.wait_open(1)
                 with pytest.raises(RateLimitError, match="--max-image-memory-bytes"):
-                    await load([f"{url}/2"], own, second)
+                    await load_images([f"{url}/2"], own, second)
                 site.is_open.set()
                 await loading
                 assert memory.budget.num_free == 1000 - len(A), "only the loaded bytes stay reserved"
@@ -122,7 +121,7 @@ def test_the_first_broken_image_ends_the_fetches_of_the_others() -> None:
         site, memory = SlowSite(A), ImageMemory(BUDGET)
         async with site.serving() as url:
             with ImageReservation(memory) as reservation, pytest.raises(BadRequestError, match="must begin with data:"):
-                await load([f"{url}/1", f"{url}/2", "ftp://x"], limits(), reservation)
+                await load_images([f"{url}/1", f"{url}/2", "ftp://x"], limits(), reservation)
             await site.wait_open(0)
         assert memory.budget.num_free == BUDGET
 
@@ -139,7 +138,7 @@ def test_images_of_a_prompt_that_are_too_large_together_are_refused_while_they_a
                 ImageReservation(memory) as reservation,
                 pytest.raises(BadRequestError, match="bytes together: make them smaller"),
             ):
-                await load([f"{url}/{i}" for i in range(4)], limits(), reservation)
+                await load_images([f"{url}/{i}" for i in range(4)], limits(), reservation)
         assert memory.budget.num_free == BUDGET
 
     asyncio.run(scenario())
@@ -149,7 +148,7 @@ def test_images_within_a_body_reserve_no_more_than_their_size() -> None:
     async def scenario() -> None:
         memory = ImageMemory(2 * len(data_url(A)))
         with ImageReservation(memory) as reservation:
-            await load([data_url(A)], limits(), reservation)
+            await load_images([data_url(A)], limits(), reservation)
             assert memory.budget.num_free == 2 * len(data_url(A)) - len(A)
 
     asyncio.run(scenario())

@@ -15,19 +15,19 @@ from PIL import Image
 from baton_serve.contracts.block_hash import hash_blocks, root_hash
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Decode, Generate, Prefill
-from baton_serve.contracts.vision import expand_runs, image_family, write_parts, write_parts_as_tokens
+from baton_serve.contracts.vision import MediaText, expand_runs, image_family, write_parts, write_parts_as_tokens
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.llava import Llava
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.image_limits import ImageLimits, images_per_prompt
+from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.multimodal import web
-from baton_serve.services.router.text.multimodal.image_files import load as load_images
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from baton_serve.services.router.text.served_model import ServedModel
-from tests.images import data_url, picture
+from tests.images import data_url, load_images, picture
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.fakes import record
 from tests.unit.router.tokenizers_for_tests import write_folder
@@ -359,7 +359,7 @@ class Site:
         async with server:
             try:
                 url = f"http://{host}:{port}/a.png?size=1#x"
-                return await web.fetch(url, ImageLimits(**limits), count=lambda num_bytes: None)
+                return await web.fetch(MediaPart("image", url), ImageLimits(**limits), count=lambda num_bytes: None)
             finally:
                 await asyncio.gather(*self._serving, return_exceptions=True)
 
@@ -440,13 +440,22 @@ def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("stated", "count"), [("", 999), ("image=2", 2), ("video=1, image=3", 3), ('{"image": 4}', 4), ("video=1", 999)]
+    ("stated", "count"),
+    [
+        ("", 999),
+        ("image=2", 2),
+        ("video=1, image=3", 3),
+        ('{"image": 4}', 4),
+        ("video=1", 999),
+        ('{"image": {"count": 1, "width": 640}}', 1),
+        ('{"image": {"width": 9}}', 999),
+    ],
 )
 def test_the_limit_of_images_as_vllm_writes_it(stated: str, count: int) -> None:
-    assert images_per_prompt(stated) == count
+    assert limits_per_prompt(stated).get("image", 999) == count
 
 
-@pytest.mark.parametrize("stated", ["image", "image=x", "image=-1", "picture=1", '{"image": {"count": 1}}', "{"])
+@pytest.mark.parametrize("stated", ["image", "image=x", "image=-1", "picture=1", '{"image": {"most": 1}}', "{"])
 def test_a_limit_that_cannot_be_stops_the_process(stated: str, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--model", "m", f"--limit-mm-per-prompt={stated}"]
     with pytest.raises(SystemExit):
@@ -455,25 +464,45 @@ def test_a_limit_that_cannot_be_stops_the_process(stated: str, capsys: pytest.Ca
 
 
 def test_places_of_images() -> None:
-    tokens, places = expand_runs([1, 9, 2, 9, 9], [(3,)] * 3, 9)
+    tokens, places = expand_runs([1, 9, 2, 9, 9], [MediaText(parts=(3,), token_id=9, placeholder=9)] * 3)
     assert tokens == [1, 9, 9, 9, 2, 9, 9, 9, 9, 9, 9]
-    assert places == [(1, 3), (5, 3), (8, 3)]
+    assert places == [[(1, 3)], [(5, 3)], [(8, 3)]]
 
 
 def test_an_image_of_several_runs_is_written_as_text_and_has_one_place() -> None:
-    images = [("<", 2, "|", 3, ">"), ("<", 1, ">")]
-    text = write_parts("a@b@", images, "@", "i")
+    images = [MediaText(parts=parts, token_id=105, placeholder="@") for parts in (("<", 2, "|", 3, ">"), ("<", 1, ">"))]
+    text = write_parts("a@b@", images, chr)
     assert text == "a<i|i>b<i>"
     tokens = [ord(one) for one in text]
-    assert write_parts_as_tokens([ord(one) for one in "a@b@"], images, 64, 105, lambda t: [*map(ord, t)]) == tokens
-    expanded, places = expand_runs(tokens, images, 105)
+    assert write_parts_as_tokens([ord(one) for one in "a@b@"], images, lambda t: [*map(ord, t)]) == tokens
+    expanded, places = expand_runs(tokens, images)
     assert "".join(map(chr, expanded)) == "a<ii|iii>b<i>"
-    assert places == [(2, 6), (11, 1)]
+    assert places == [[(2, 6)], [(11, 1)]]
     for wrong in ("a@b", "a@b@@"):
         with pytest.raises(ValueError, match="there are 2 images"):
-            write_parts(wrong, images, "@", "i")
+            write_parts(wrong, images, chr)
+        with pytest.raises(ValueError, match="there are 2 images"):
+            write_parts_as_tokens([ord(one) for one in wrong], images, lambda t: [*map(ord, t)])
     with pytest.raises(ValueError, match="3 runs of image tokens, but the prompt has 4"):
-        expand_runs([*tokens, 105], images, 105)
+        expand_runs([*tokens, 105], images)
+
+
+def test_a_video_of_several_runs_has_a_place_for_each_and_takes_the_marks_around_it() -> None:
+    image = MediaText(parts=(2,), token_id=105, placeholder=105)
+    video = MediaText(
+        parts=("1s<", 2, ">2s<", 2, ">"), token_id=118, placeholder=118, around=("<", ">"), grids=(None, None)
+    )
+    media = [video, image, video]
+    for text in ("a<v>i<v>", "av<i>v"):
+        written = write_parts(text, media, chr)
+        assert written == text.replace("<v>", "v").replace("v", "1s<v>2s<v>")
+        tokens = write_parts_as_tokens([*map(ord, text)], media, lambda t: [*map(ord, t)])
+        assert tokens == [*map(ord, written)]
+    expanded, places = expand_runs([*map(ord, "a1s<v>2s<v>i1s<v>2s<v>")], media)
+    assert "".join(map(chr, expanded)) == "a1s<vv>2s<vv>ii1s<vv>2s<vv>"
+    assert places == [[(4, 2), (10, 2)], [(13, 2)], [(18, 2), (24, 2)]]
+    with pytest.raises(ValueError, match="order"):
+        write_parts("i<v><v>", media, chr)
 
 
 def names_of(tokens: list[int], *spans: tuple[int, int, bytes]) -> list[bytes]:

@@ -1,18 +1,21 @@
-"""Decodes image files and preprocesses them with the model's own processor. Callable from any thread."""
+"""Decodes images and videos and preprocesses them as the model's own processor does. Callable from any thread."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, digest_of, is_strip
+from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, Clip, digest_of, is_strip, span_digests, split_header
+from baton_serve.contracts.vision import ImageFamily, configured
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 MAX_PIXELS = 1 << 27
@@ -26,24 +29,58 @@ _DECODE_ERRORS = (*LOAD_ERRORS, SyntaxError, MemoryError, UnidentifiedImageError
 class HFImageReader:
     """Implements `ImageReader` with Pillow and the model's image processor of transformers."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Load the image processor of the model in a folder. `settings` are passed to each call of it. Raises
-        `ModelError`.
-        """
+    def __init__(self, folder: Path, family: ImageFamily) -> None:
+        """Load the image processor of the model in a folder. Raises `ModelError`."""
         self._processor = _processor_of(folder)
-        self._settings = settings
+        self._family = family
         self.embedding_layout: KVLayout | None = None
         """The layout of blocks with embeddings of these images; the tower sets it, which knows their width."""
 
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
-        """Decode image files and preprocess them for the vision tower; the result is keyed by the digest of the file.
+        """Decode and preprocess images and videos; the result is keyed by the digests of their spans.
 
-        Raises `RequestError` if Pillow cannot decode a file, or if the image is too large or too narrow.
+        Raises `RequestError` if a file cannot be decoded, or if its size is out of bounds.
         """
-        return {digest_of(image): self._read(image) for image in images}
+        found: dict[bytes, DecodedImage] = {}
+        for data in images:
+            found |= self._read(data)
+        return found
 
-    def _read(self, data: bytes) -> DecodedImage:
-        """Decode one image file, turn it upright and preprocess it. Raises `RequestError` if that fails."""
+    def _read(self, data: bytes) -> dict[bytes, DecodedImage]:
+        """Decode one file and preprocess it as its header says."""
+        digest = digest_of(data)
+        try:
+            header, file = split_header(data)
+            family = configured(self._family, header.settings)
+            if header.clip is None:
+                return {digest: self._image(file, family)}
+            frames = self.clip_of(frames_of(file, header.clip), header.clip, family)
+        except (ValueError, *LOAD_ERRORS) as exc:
+            raise RequestError("invalid", f"an image or video cannot be read: {first_line(exc)}") from exc
+        return dict(zip(span_digests(digest, len(frames)), frames, strict=True))
+
+    def clip_of(self, frames: Iterator[Tensor], clip: Clip, family: ImageFamily) -> list[DecodedImage]:
+        """Preprocess the frames of a video, uint8 [3, height, width] each; return one picture for each of its spans.
+
+        Raises `RequestError`, and `UnfitImageError` if the model cannot read such a video.
+        """
+        text = family.text_of(width=clip.width, height=clip.height, clip=clip)
+        assert family.video is not None, "what a video becomes is known"
+        patches, grid = pixel_values(frames, clip, family.video)
+        per_token = (family.video.side // family.video.patch) ** 2
+        joined = family.video.side // family.video.patch
+        # A video of several spans has one for each group of frames.
+        parts = len(text.grids)
+        shape = torch.tensor([[grid.frames // parts, grid.rows * joined, grid.columns * joined]])
+        one = text if parts == 1 else replace(text, parts=(grid.rows * grid.columns,), grids=text.grids[:1])
+        assert len(patches) == grid.frames * grid.rows * grid.columns * per_token, "each token has its patches"
+        return [
+            DecodedImage({"pixel_values_videos": part, "video_grid_thw": shape}, clip.width, clip.height, one)
+            for part in patches.chunk(parts)
+        ]
+
+    def _image(self, data: memoryview, family: ImageFamily) -> DecodedImage:
+        """Decode one image and preprocess it."""
         try:
             with Image.open(BytesIO(data), formats=FORMATS) as opened:
                 # Opening reads only the header, so large images are rejected before they are decoded.
@@ -53,16 +90,18 @@ class HFImageReader:
                     raise ValueError(f"{opened.width} x {opened.height} pixels are a strip")
                 # Cameras store how the picture is turned; the tower must see it upright.
                 image = ImageOps.exif_transpose(opened) if opened.format in TURNED_FORMATS else opened
-                return self.picture_of(image.convert("RGB"))
+                return self.picture_of(image.convert("RGB"), family)
         except _DECODE_ERRORS as exc:
             raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
 
-    def picture_of(self, image: Image.Image) -> DecodedImage:
-        """Preprocess a decoded RGB image for the vision tower."""
-        found = self._processor(images=image, return_tensors="pt", **self._settings)
+    def picture_of(self, image: Image.Image, family: ImageFamily | None = None) -> DecodedImage:
+        """Preprocess a decoded RGB image, with the settings of `family` or else those of the model."""
+        family = family or self._family
+        found = self._processor(images=image, return_tensors="pt", **family.processor_settings)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         inputs = {name: one.to(torch.float32) if one.is_floating_point() else one for name, one in tensors.items()}
-        return DecodedImage(inputs, image.width, image.height)
+        text = None if family is self._family else family.text_of(width=image.width, height=image.height)
+        return DecodedImage(inputs, image.width, image.height, text)
 
 
 def _processor_of(folder: Path) -> Any:

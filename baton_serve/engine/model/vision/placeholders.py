@@ -8,6 +8,7 @@ from torch import Tensor
 
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Work
+from baton_serve.contracts.vision.media_text import MediaText
 from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
@@ -15,7 +16,7 @@ from baton_serve.engine.model.batch_inputs import ImageRows
 
 
 class DecodedImage(NamedTuple):
-    """An image that is preprocessed for the vision tower. `width` and `height` are those of the image file, in pixels.
+    """A preprocessed image or video. `width` and `height` are those of the file.
 
     `inputs` are what the model's image processor returns, by its names, in host memory: `pixel_values` in float32, and
     for some families sizes, masks or numbers of tiles.
@@ -24,6 +25,9 @@ class DecodedImage(NamedTuple):
     inputs: Mapping[str, Tensor]
     width: int
     height: int
+    text: MediaText | None = None
+    """The texts and tokens that stand for the image in a prompt; for one group of frames, if each group of a video has
+    a span of its own. None: they follow from the size alone."""
 
 
 class EncodedImage(NamedTuple):

@@ -17,7 +17,7 @@ from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, Pixels
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
@@ -70,17 +70,18 @@ class VisionPromptImages:
             if picture is None:
                 raise RequestError("invalid", "an image of the prompt was not sent with the request")
             try:
-                count = num_embeddings(family.parts(width=picture.width, height=picture.height))
+                stated = picture.text if isinstance(picture, DecodedImage) else None
+                text = stated or family.text_of(width=picture.width, height=picture.height)
             except UnfitImageError as exc:
                 raise RequestError("invalid", str(exc)) from exc
             tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
             ends = {tokens[0], tokens[-1]} if tokens else set()
             # Rows of some families end with other tokens, but the first and the last are the image's.
-            is_image = ends == {family.image_token_id} and tokens.count(family.image_token_id) == count
-            has_grid = span.grid == family.token_grid(width=picture.width, height=picture.height)
+            count = num_embeddings(text.parts)
+            is_image = ends == {text.token_id} and tokens.count(text.token_id) == count
             if isinstance(picture, EncodedImage) and len(picture.features) != count:
                 raise RequestError("internal", f"an image has {len(picture.features)} embeddings instead of {count}")
-            if span.start < at or not is_image or not has_grid:
+            if span.start < at or not is_image or span.grid != text.grids[0]:
                 raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
             at = span.end
             if self.are_whole and span.length > self._max_image_tokens:
@@ -95,8 +96,9 @@ class VisionPromptImages:
         the images by digest.
         """
         request.has_images = True
-        image_token_id, tokens = self._tower.family.image_token_id, request.work.token_ids
-        places = [np.array(tokens[span.start : span.end]) == image_token_id for span in request.work.media]
+        tokens = request.work.token_ids
+        # `check` has found that the first token of a span is one that stands for the image or video.
+        places = [np.array(tokens[span.start : span.end]) == tokens[span.start] for span in request.work.media]
         self._images[request] = _Images(pixels, [np.flatnonzero(place) for place in places])
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:

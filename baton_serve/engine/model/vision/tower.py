@@ -13,6 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from baton_serve.contracts.layout import embedding_layout
+from baton_serve.contracts.media import Clip
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
@@ -48,20 +49,23 @@ class VisionTower:
         self.reader = reader
         self._module = module
         self._names = inspect.signature(cast(Any, module).get_image_features).parameters.keys()
+        self._video_names = inspect.signature(getattr(module, "get_video_features", len)).parameters.keys()
         self._device = device
         self._dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
-        """Encode one image. Return its embeddings [number of its tokens, hidden] without waiting for the device.
+        """Encode one image, or frames of a video; return [number of tokens, hidden] without waiting for the device.
 
         Features for the outputs of the decoder's first layers (DeepStack) follow in further columns.
         """
         module = cast(Any, self._module)
         # Processors also return what only their texts need, such as the number of tiles.
-        inputs = {name: self.sent(value) for name, value in picture.inputs.items() if name in self._names}
-        stated = {name: getattr(module.config, name, None) for name in _STATED if name in self._names}
-        output = module.get_image_features(**inputs, **stated)
+        is_video = "pixel_values_videos" in picture.inputs
+        names = self._video_names if is_video else self._names
+        inputs = {name: self.sent(value) for name, value in picture.inputs.items() if name in names}
+        stated = {name: getattr(module.config, name, None) for name in _STATED if name in names}
+        output = (module.get_video_features if is_video else module.get_image_features)(**inputs, **stated)
         # older versions of transformers return the embeddings themselves
         features = _joined(getattr(output, "pooler_output", output))
         added = getattr(output, "deepstack_features", None) or ()
@@ -89,7 +93,7 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     family = family_of(folder)
     if family is None:
         return None
-    reader = HFImageReader(folder, family.processor_settings)
+    reader = HFImageReader(folder, family)
     hf_config = read_config(folder, config)
     module = _load(folder, hf_config, config, dtype)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
@@ -194,15 +198,38 @@ def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:
         except LOAD_ERRORS as exc:
             reason = first_line(exc)
             raise ModelError(f"the image processor in {folder} does not fit its vision tower: {reason}") from exc
-        if (found := len(encoded)) != wanted:
-            raise ModelError(
-                f"the vision tower in {folder} returns {found} embeddings for an image, but its config says {wanted}"
-            )
-        # The embeddings come first, then features for layers before the last one.
-        if encoded.shape[1] > text.hidden_size * text.num_hidden_layers:
-            raise ModelError(
-                f"the vision tower in {folder} has features for more layers than the {text.num_hidden_layers} of its"
-                " decoder: give deepstack_visual_indexes fewer entries"
-            )
+        _check(encoded, wanted, folder, text)
         row_width = encoded.shape[1]
+    _try_video(tower, folder, text)
     return row_width
+
+
+def _try_video(tower: VisionTower, folder: Path, text: HfConfig) -> None:
+    """Encode a short video, if the model reads videos. Raises `ModelError`."""
+    if tower.family.video is None:
+        return
+    count = tower.family.video.sampling.temporal * 2
+    width, height = _TRIED[0]
+    clip = Clip(width=width, height=height, num_frames=count, fps=2.0, indexes=list(range(count)), is_raw=True)
+    frames = [torch.full((3, height, width), 120, dtype=torch.uint8)] * count
+    try:
+        for picture in tower.reader.clip_of(iter(frames), clip, tower.family):
+            assert picture.text is not None, "the text of a video is known"
+            _check(tower.encode(picture), num_embeddings(picture.text.parts), folder, text)
+    except LOAD_ERRORS as exc:
+        reason = first_line(exc)
+        raise ModelError(f"the video processor in {folder} does not fit its vision tower: {reason}") from exc
+
+
+def _check(encoded: Tensor, wanted: int, folder: Path, text: HfConfig) -> None:
+    """Raise `ModelError` unless the tower has returned as many embeddings as the config says, of a size that fits."""
+    if (found := len(encoded)) != wanted:
+        raise ModelError(
+            f"the vision tower in {folder} returns {found} embeddings for an image, but its config says {wanted}"
+        )
+    # The embeddings come first, then features for layers before the last one.
+    if encoded.shape[1] > text.hidden_size * text.num_hidden_layers:
+        raise ModelError(
+            f"the vision tower in {folder} has features for more layers than the {text.num_hidden_layers} of its"
+            " decoder: give deepstack_visual_indexes fewer entries"
+        )

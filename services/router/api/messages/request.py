@@ -22,7 +22,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     Tool,
     chat_message,
 )
-from baton_serve.services.router.text.multimodal.image_tokens import image_part
+from baton_serve.services.router.text.multimodal.media_parts import image_part
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     Parts,
     chat_message,
 )
-from baton_serve.services.router.text.multimodal.image_tokens import image_part
+from baton_serve.services.router.text.multimodal.media_parts import image_part
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
 # Fields with the same name and meaning in a chat request: those of the prompt, and those of the answer.

@@ -1,8 +1,8 @@
-"""Loads image files from URLs: from `data:` URLs, from a local folder that the settings allow, or from the web."""
+"""Loads images and videos from `data:` URLs, from a local folder that the settings allow, or from the web."""
 
 import asyncio
 import binascii
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +14,18 @@ from baton_serve.contracts.media import (
     MAX_PROMPT_BYTES,
     ORIENTATION_TAG,
     TURNED_FORMATS,
+    Clip,
+    MediaHeader,
+    VideoFile,
     digest_of,
     is_strip,
+    with_header,
 )
 from baton_serve.services.common.lifecycle import cancel_all
-from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error, image_too_large_error
+from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart
+from baton_serve.services.router.text.multimodal.video_probe import probe
 from baton_serve.services.router.text.thread_pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
@@ -29,127 +35,174 @@ _ROTATED = range(5, 9)
 """Values of the EXIF orientation that exchange width and height."""
 
 
+Describe = Callable[[VideoFile | None], MediaHeader]
+"""Returns the header of a video, or of an image for None. It says how the model reads the file."""
+
+
 class ImageFile(NamedTuple):
-    """An image file whose format and size were checked. `width` and `height` are in pixels, after the EXIF orientation
-    is applied.
+    """A file that was checked, with its header. `width` and `height` are in pixels, of an image after the EXIF
+    orientation is applied. `clip` says which frames of a video are seen.
     """
 
     digest: bytes
     data: bytes
     width: int
     height: int
+    clip: Clip | None = None
 
 
-async def load(urls: Sequence[str], limits: ImageLimits, reservation: ImageReservation) -> list[ImageFile]:
-    """Fetch or decode the images at `urls` and check them. Return them in this order.
+async def load(
+    parts: Sequence[MediaPart], limits: ImageLimits, reservation: ImageReservation, describe: Describe
+) -> list[ImageFile]:
+    """Load and check images and videos, and return them in this order.
 
-    Their bytes count in `reservation`, which the caller releases after the last use of the files. Raises
-    `BadRequestError` if an image cannot be loaded, is not an image or exceeds a limit, and `RateLimitError` if the
-    limits of `ImageMemory` are reached.
+    The caller releases `reservation` after the last use of the files. Raises `BadRequestError` if one cannot be
+    loaded, is not an image or a video or exceeds a limit, and `RateLimitError` if the limits of `ImageMemory` are
+    reached.
     """
     # An image that a chat shows several times is loaded once.
-    distinct = list(dict.fromkeys(urls))
-    await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(url, limits) for url in distinct])))
+    distinct = list(dict.fromkeys(parts))
+    await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(part, limits) for part in distinct])))
     slots = asyncio.Semaphore(MAX_LOADS_PER_REQUEST)
-    tasks = [asyncio.ensure_future(_load_in_turn(url, limits, reservation, slots)) for url in distinct]
+    loading = _Loading(limits, reservation, describe, slots)
+    tasks = [asyncio.ensure_future(loading.load_in_turn(part)) for part in distinct]
     try:
         files = dict(zip(distinct, await asyncio.gather(*tasks), strict=True))
     finally:
         # The first error ends the request, so the other images are not needed.
         await cancel_all(tasks)
     reservation.keep(sum({file.digest: len(file.data) for file in files.values()}.values()))
-    return [files[url] for url in urls]
+    return [files[part] for part in parts]
 
 
-def _max_bytes(url: str, limits: ImageLimits) -> int:
-    """Return the largest number of bytes that the image at `url` can have. A `data:` URL cannot hold more than its own
-    length.
-    """
-    return min(limits.max_bytes, len(url)) if _scheme(url) == "data" else limits.max_bytes
+def _max_bytes(part: MediaPart, limits: ImageLimits) -> int:
+    """Return the largest size that the file of an image or video can have."""
+    most = limits.bytes_of(part.kind)
+    return min(most, len(part.url)) if _scheme(part.url) == "data" else most
 
 
 def _scheme(url: str) -> str:
     return url[:6].partition(":")[0].lower()
 
 
-async def _load_in_turn(
-    url: str, limits: ImageLimits, reservation: ImageReservation, slots: asyncio.Semaphore
-) -> ImageFile:
-    async with slots:
-        if _scheme(url) in ("http", "https"):
-            return await _fetched(url, limits, reservation)
-        file = await _load(url, limits)
-        reservation.count(len(file.data))
-        return file
+class _Loading(NamedTuple):
+    """Loads the files of one request, with its limits and its share of memory."""
+
+    limits: ImageLimits
+    reservation: ImageReservation
+    describe: Describe
+    slots: asyncio.Semaphore
+
+    async def load_in_turn(self, part: MediaPart) -> ImageFile:
+        async with self.slots:
+            is_fetched = _scheme(part.url) in ("http", "https")
+            is_small = _scheme(part.url) == "data" and len(part.url) <= _INLINE_CHARS
+            if not part.url:
+                data = self._kept(part)
+            elif is_fetched:
+                data = await self._fetched(part)
+            else:
+                data = self._read(part) if is_small else await IMAGES.run(self._read, part)
+            file = await self._checked(part, data, is_small=is_small)
+            # A file that arrives from the web is counted piece by piece.
+            if not is_fetched:
+                self.reservation.count(len(file.data))
+            self.reservation.memory.cache.keep(self.reservation.owner, part, data)
+            return file
+
+    def _kept(self, part: MediaPart) -> bytes:
+        """Return the file that was sent before with the same uuid."""
+        data = self.reservation.memory.cache.find(self.reservation.owner, part)
+        if data is None:
+            raise media_error(
+                f"there is no {part.kind} {(part.uuid or '')[:80]!r} here: send the {part.kind} with its uuid"
+                " (--mm-processor-cache-gb)",
+                part.kind,
+            )
+        return data
+
+    async def _fetched(self, part: MediaPart) -> bytes:
+        # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
+        from baton_serve.services.router.text.multimodal.web import fetch
+
+        async with self.reservation.memory.fetch_slot():
+            return await fetch(part, self.limits, count=self.reservation.count)
+
+    def _read(self, part: MediaPart) -> bytes:
+        """Return the file of a data: or file: URL."""
+        match _scheme(part.url):
+            case "data":
+                return _of_data_url(part, self.limits)
+            case "file":
+                return _of_file(part, self.limits)
+            case _:
+                raise media_error(f"the URL of {part.noun} must begin with data:, https:, http: or file:", part.kind)
+
+    async def _checked(self, part: MediaPart, data: bytes, *, is_small: bool) -> ImageFile:
+        """Check a file, and return it with its header."""
+        if part.kind == "image":
+            if is_small:
+                return _checked_image(data, self.limits, self.describe(None))
+            return await IMAGES.run(_checked_image, data, self.limits, self.describe(None))
+        if len(data) > self.limits.max_video_bytes:
+            raise too_large_error(self.limits, part.kind)
+        async with self.reservation.memory.probe_slot():
+            found = await probe(data, self.limits)
+        return await IMAGES.run(_named, data, found.width, found.height, self.describe(found))
 
 
-async def _fetched(url: str, limits: ImageLimits, reservation: ImageReservation) -> ImageFile:
-    # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
-    from baton_serve.services.router.text.multimodal.web import fetch
-
-    async with reservation.memory.fetch_slot():
-        found = await fetch(url, limits, count=reservation.count)
-    return await IMAGES.run(_checked, found, limits)
+def _named(data: bytes, width: int, height: int, header: MediaHeader) -> ImageFile:
+    """Return a file with its header and the digest of both."""
+    whole = with_header(data, header)
+    return ImageFile(digest_of(whole), whole, width, height, header.clip)
 
 
-async def _load(url: str, limits: ImageLimits) -> ImageFile:
-    match _scheme(url):
-        case "data" if len(url) <= _INLINE_CHARS:
-            return _checked(_of_data_url(url, limits), limits)
-        case "data":
-            return await IMAGES.run(lambda: _checked(_of_data_url(url, limits), limits))
-        case "file":
-            return await IMAGES.run(lambda: _checked(_of_file(url, limits), limits))
-        case _:
-            raise image_error("the URL of an image must begin with data:, https:, http: or file:")
-
-
-def _of_data_url(url: str, limits: ImageLimits) -> bytes:
-    head, comma, data = url.partition(",")
+def _of_data_url(part: MediaPart, limits: ImageLimits) -> bytes:
+    head, comma, data = part.url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
-    if not comma or "base64" not in options or not (kind.startswith("image/") or not kind):
-        raise image_error("a data: URL of an image must look like data:image/png;base64,…")
+    if not comma or "base64" not in options or not (kind.startswith(f"{part.kind}/") or not kind):
+        file = "image/png" if part.kind == "image" else "video/mp4"
+        raise media_error(f"a data: URL of {part.noun} must look like data:{file};base64,…", part.kind)
     # Checked before decoding. The two bytes are the padding, which the estimate counts as data.
-    if len(data) // 4 * 3 > limits.max_bytes + 2:
-        raise image_too_large_error(limits)
+    if len(data) // 4 * 3 > limits.bytes_of(part.kind) + 2:
+        raise too_large_error(limits, part.kind)
     try:
         return binascii.a2b_base64(data, strict_mode=True)
     except (binascii.Error, ValueError) as exc:
-        raise image_error(f"a data: URL of an image is not valid base64: {exc}") from exc
+        raise media_error(f"a data: URL of {part.noun} is not valid base64: {exc}", part.kind) from exc
 
 
-def _of_file(url: str, limits: ImageLimits) -> bytes:
+def _of_file(part: MediaPart, limits: ImageLimits) -> bytes:
     if limits.local_path is None:
-        raise image_error(
-            "file: URLs are not allowed: send the image as a data: URL, or start the router with "
-            "--allowed-local-media-path"
+        raise media_error(
+            f"file: URLs are not allowed: send the {part.kind} as a data: URL, or start the router with "
+            "--allowed-local-media-path",
+            part.kind,
         )
-    parts = urlsplit(url)
+    parts = urlsplit(part.url)
     if parts.netloc not in ("", "localhost"):
-        raise image_error("a file: URL must name a path on the machine of the router, without another host")
+        raise media_error("a file: URL must name a path on the machine of the router, without another host", part.kind)
     try:
         # `resolve` follows links and removes "..", so a path cannot lead out of the folder.
         path = Path(unquote(parts.path)).resolve(strict=True)
         is_allowed = path.is_relative_to(limits.local_path.resolve()) and path.is_file()
-        if is_allowed and path.stat().st_size > limits.max_bytes:
-            raise image_too_large_error(limits)
+        if is_allowed and path.stat().st_size > limits.bytes_of(part.kind):
+            raise too_large_error(limits, part.kind)
         if is_allowed:
             return path.read_bytes()
     except (OSError, ValueError):
         # A missing file and a forbidden one get the same error, which does not reveal what files exist.
         pass
-    raise image_error(f"{unquote(parts.path)[:200]!r} is not a file below --allowed-local-media-path")
+    raise media_error(f"{unquote(parts.path)[:200]!r} is not a file below --allowed-local-media-path", part.kind)
 
 
-def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
-    """Check the format and size of an image file and return it. Only its header is read; the instance that decodes the
-    image checks the rest. Raises `BadRequestError`.
-    """
+def _checked_image(data: bytes, limits: ImageLimits, header: MediaHeader) -> ImageFile:
+    """Check the format and size of an image. Only its header is read; the instance that decodes it checks the rest."""
     # Imported here because only requests with images need it.
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > limits.max_bytes:
-        raise image_too_large_error(limits)
+        raise too_large_error(limits, "image")
     try:
         with Image.open(BytesIO(data), formats=FORMATS) as image:
             width, height = image.size
@@ -158,17 +211,17 @@ def _checked(data: bytes, limits: ImageLimits) -> ImageFile:
                 width, height = height, width
     # The warning is an exception only if Python was started with `-W error`.
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
-        raise image_error(f"an image has more than {limits.max_pixels} pixels (--max-image-pixels)") from exc
+        raise media_error(f"an image has more than {limits.max_pixels} pixels (--max-image-pixels)") from exc
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as exc:
-        raise image_error(
+        raise media_error(
             f"an image cannot be decoded: it is broken, or its format is not {' or '.join(FORMATS)}"
         ) from exc
     if width * height > limits.max_pixels:
-        raise image_error(
+        raise media_error(
             f"an image has {width * height} pixels, the limit is {limits.max_pixels} (--max-image-pixels)"
         )
     if is_strip(width, height):
-        raise image_error(
+        raise media_error(
             f"an image has {width} x {height} pixels: the longer side may be at most {MAX_ASPECT} times the shorter"
         )
-    return ImageFile(digest_of(data), data, width, height)
+    return _named(data, width, height, header)

@@ -11,12 +11,15 @@ from types import TracebackType
 from baton_serve.contracts.media import MAX_PROMPT_BYTES
 from baton_serve.services.router.protocol.byte_budget import ByteBudget
 from baton_serve.services.router.protocol.errors import RateLimitError
-from baton_serve.services.router.protocol.image_limits import image_error
+from baton_serve.services.router.protocol.image_limits import media_error
+from baton_serve.services.router.text.multimodal.media_cache import MediaCache
 
 MAX_FETCHES = 64
 """Largest number of images that one process fetches from the web at a time."""
 MAX_LOADS_PER_REQUEST = 8
 """Largest number of images of one request that are loaded at a time, so that it leaves room for other requests."""
+MAX_PROBES = 2
+"""Largest number of videos that one process looks at at a time; each takes a process of its own."""
 _WAIT_S = 2.0
 """Longest time in seconds that a request waits for memory or for a connection."""
 
@@ -26,35 +29,52 @@ class ImageMemory:
     process together. Use it from one event loop at a time.
     """
 
-    def __init__(self, max_bytes: int, *, max_fetches: int = MAX_FETCHES, wait_s: float = _WAIT_S) -> None:
-        """Create the limits. `max_bytes` is the value of `--max-image-memory-bytes`; a request waits for memory or a
-        connection at most `wait_s` seconds.
+    def __init__(
+        self, max_bytes: int, *, cache_bytes: int = 0, max_fetches: int = MAX_FETCHES, wait_s: float = _WAIT_S
+    ) -> None:
+        """Create the limits. `max_bytes` is the value of `--max-image-memory-bytes`, and `cache_bytes` the size of the
+        files that are kept by their uuid; a request waits for memory or a connection at most `wait_s` seconds.
         """
+        self.cache = MediaCache(cache_bytes)
         self.budget = ByteBudget(max_bytes, wait_s=wait_s)
         self._fetches = asyncio.Semaphore(max_fetches)
+        self._probes = asyncio.Semaphore(MAX_PROBES)
         self._wait_s = wait_s
 
     @asynccontextmanager
     async def fetch_slot(self) -> AsyncIterator[None]:
-        """Return a context manager that holds one of the `max_fetches` connections to other hosts. Raises
-        `RateLimitError` if none becomes free in time.
-        """
+        """Hold one of the connections to other hosts. Raises `RateLimitError` if none becomes free in time."""
+        async with self._held(self._fetches, self._wait_s, "fetches as many images as it may at a time"):
+            yield
+
+    @asynccontextmanager
+    async def probe_slot(self) -> AsyncIterator[None]:
+        """Hold one of the processes that look at videos. Raises `RateLimitError` if none becomes free in time."""
+        # Such a process takes longer than a request for memory may wait.
+        async with self._held(self._probes, 5 * self._wait_s, "reads as many videos as it may at a time"):
+            yield
+
+    @asynccontextmanager
+    async def _held(self, slots: asyncio.Semaphore, wait_s: float, busy: str) -> AsyncIterator[None]:
         try:
-            async with asyncio.timeout(self._wait_s):
-                await self._fetches.acquire()
+            async with asyncio.timeout(wait_s):
+                await slots.acquire()
         except TimeoutError:
-            raise _too_busy("fetches as many images as it may at a time") from None
+            raise _too_busy(busy) from None
         try:
             yield
         finally:
-            self._fetches.release()
+            slots.release()
 
 
 class ImageReservation:
     """The memory that one request reserves for its images. `release` or the end of a `with` block gives it back."""
 
-    def __init__(self, memory: ImageMemory) -> None:
-        """Create a reservation out of `memory` that holds nothing yet."""
+    def __init__(self, memory: ImageMemory, owner: str = "") -> None:
+        """Create a reservation out of `memory` that holds nothing yet. `owner` is that of the API key, whose files are
+        found by their uuid.
+        """
+        self.owner = owner
         self.memory = memory
         self._num_reserved = 0
         self._num_loaded = 0
@@ -76,7 +96,7 @@ class ImageReservation:
         """
         self._num_loaded += num_bytes
         if self._num_loaded > MAX_PROMPT_BYTES:
-            raise image_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
+            raise media_error(f"the images of a prompt may have {MAX_PROMPT_BYTES} bytes together: make them smaller")
 
     def keep(self, num_bytes: int) -> None:
         """Give back what was reserved beyond `num_bytes`, the size of the images now that they are loaded."""

@@ -4,43 +4,28 @@ A prompt is tokenized with the texts of its images in it, as transformers does, 
 around them.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
-from baton_serve.contracts.media import MediaSpan
-from baton_serve.contracts.vision import ImageFamily, Parts, UnfitImageError, expand_runs, write_parts
+from baton_serve.contracts.media import MAX_IMAGES, Clip, MediaHeader, MediaSpan, VideoFile
+from baton_serve.contracts.vision import (
+    ImageFamily,
+    MediaText,
+    UnfitImageError,
+    configured,
+    expand_runs,
+    media_spans,
+    write_parts,
+)
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.image_limits import ImageLimits, image_error
-from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
+from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from baton_serve.services.router.text.prompt_length import check_prompt
 from baton_serve.services.router.text.sampling_params import ModelLimits
-
-IMAGE_PART_TYPE = "image_url"
-"""The `type` of a content part with an image in OpenAI's chat API."""
-
-
-def image_urls(messages: Sequence[ChatMessage]) -> list[str]:
-    """Return the URLs of all images in the messages, in the order of the prompt. Raises `BadRequestError` for an image
-    part without a URL.
-    """
-    lists = [message.content for message in messages if isinstance(message.content, list)]
-    return [_url_of(part) for parts in lists for part in parts if part.type == IMAGE_PART_TYPE]
-
-
-def image_part(url: str) -> ContentPart:
-    """Return an image as a content part of a chat message. The endpoints of other APIs convert their images with it."""
-    return ContentPart(type=IMAGE_PART_TYPE, image_url={"url": url})
-
-
-def _url_of(part: ContentPart) -> str:
-    stated = part.image_url
-    url = stated.get("url") if isinstance(stated, dict) else stated
-    if not isinstance(url, str) or not url:
-        raise image_error('an image must be {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}')
-    return url
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -56,75 +41,88 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
 
 
 class ImagePlaces:
-    """Replaces the image placeholders in the text of one prompt by the texts of the images, and, after tokenization, by
-    their image tokens.
-    """
+    """Writes the images and videos of one prompt into its text, and then into its tokens."""
 
-    def __init__(self, text: str, num_images: int, family: ImageFamily, image_token: str) -> None:
-        """Start with the `text` of a rendered chat that has `num_images` placeholders. `family` has the model's rules
-        for images; `image_token` is the text of the model's image token.
+    def __init__(
+        self,
+        text: str,
+        parts: Sequence[MediaPart],
+        family: ImageFamily,
+        token: Callable[[int], str | None],
+        settings: Mapping[str, Any],
+    ) -> None:
+        """Take the text of a chat template with a placeholder for each of `parts`.
+
+        `token` returns the text of a token. `settings` are the request's `mm_processor_kwargs` over those of the
+        server. Raises `BadRequestError` for a setting that the model's family does not know.
         """
+        self.media = parts
         self._text = text
-        self._num_images = num_images
-        self._family = family
-        self._token = image_token
+        self._settings = dict(settings)
+        self._token = token
+        try:
+            self._family = configured(family, settings)
+        except ValueError as exc:
+            raise BadRequestError(f"mm_processor_kwargs: {exc}", param="mm_processor_kwargs") from exc
 
     @property
     def is_fixed(self) -> bool:
-        """True if every image becomes the same tokens, whatever its size."""
-        return self._family.is_fixed
+        """Return whether all of them become the same, whatever is in the files."""
+        return self._family.is_fixed and all(part.kind == "image" for part in self.media)
 
     @property
-    def least(self) -> list[Parts]:
-        """The text and the number of image tokens of each image, if all images had the size that takes the fewest
-        tokens.
-        """
-        return [self._family.least] * self._num_images
+    def least(self) -> list[MediaText]:
+        """Return images and videos that take the least space."""
+        return [self._family.least_text(is_video=part.kind == "video") for part in self.media]
 
-    def parts_of(self, files: Sequence[ImageFile]) -> list[Parts]:
-        """Return what each image becomes in the prompt, in order: its text and number of image tokens, which depend on
-        its size.
+    def describe(self, video: VideoFile | None) -> MediaHeader:
+        """Return the header of a file. Raises `BadRequestError` for a video that is too short for the model."""
+        rules = self._family.video
+        if video is None or rules is None:
+            return MediaHeader(self._settings)
+        try:
+            indexes = rules.sample(video.num_frames, video.fps)
+        except UnfitImageError as exc:
+            raise media_error(str(exc), "video") from exc
+        clip = Clip(width=video.width, height=video.height, num_frames=video.num_frames, fps=video.fps, indexes=indexes)
+        return MediaHeader(self._settings, clip)
 
-        Raises `BadRequestError` for an image of a size that the model cannot read.
+    def texts_of(self, files: Sequence[ImageFile]) -> list[MediaText]:
+        """Return what the files become, in the order of the prompt.
+
+        Raises `BadRequestError` for one that the model cannot read.
         """
         try:
-            return [self._family.parts(width=file.width, height=file.height) for file in files]
+            return [self._family.text_of(width=file.width, height=file.height, clip=file.clip) for file in files]
         except UnfitImageError as exc:
-            raise image_error(str(exc)) from exc
+            raise media_error(str(exc)) from exc
 
-    def spans_of(self, where: Sequence[tuple[int, int]], files: Sequence[ImageFile]) -> list[MediaSpan]:
-        """Return the span of each image in the prompt's tokens. `where` has the places of the images that `expanded`
-        has returned.
-        """
-        grids = [self._family.token_grid(width=file.width, height=file.height) for file in files]
-        return [MediaSpan(*place, file.digest, grid) for place, file, grid in zip(where, files, grids, strict=True)]
-
-    def written(self, images: Sequence[Parts]) -> str:
-        """Return the prompt's text in which the placeholders are replaced by the texts of the images. A run of image
-        tokens is written as one token, which `expanded` repeats.
+    def written(self, media: Sequence[MediaText]) -> str:
+        """Return the text with the texts of its images, in which a run of image tokens is one token.
 
         Raises `BadRequestError` if the number of placeholders is not the number of images: the chat template has left
         one out, or the text of a message contains the placeholder.
         """
         try:
-            return write_parts(self._text, images, self._family.placeholder or self._token, self._token)
+            return write_parts(self._text, media, lambda token_id: self._token(token_id) or "")
         except ValueError as exc:
             raise _misplaced(exc) from exc
 
-    def expanded(self, token_ids: Sequence[int], images: Sequence[Parts]) -> tuple[list[int], list[tuple[int, int]]]:
-        """Repeat the image tokens in `token_ids`, the tokens of the text from `written`. Return the prompt's tokens,
-        and for each image the position and the number of its tokens.
+    def expanded(
+        self, token_ids: Sequence[int], media: Sequence[MediaText]
+    ) -> tuple[list[int], list[list[tuple[int, int]]]]:
+        """Return the tokens of `written` with all image tokens, and the places of each image.
 
         Raises `BadRequestError` if the text of a message contains the image token.
         """
         try:
-            return expand_runs(token_ids, images, self._family.image_token_id)
+            return expand_runs(token_ids, media)
         except ValueError as exc:
             raise _misplaced(exc) from exc
 
 
 def _misplaced(exc: ValueError) -> BadRequestError:
-    return image_error(
+    return media_error(
         f"{exc}: the text of messages must not contain the model's image token, and the chat template must write one"
         " for each image"
     )
@@ -135,55 +133,55 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 async def count_image_tokens(
-    tokenize: Tokenize, places: ImagePlaces, urls: Sequence[str], image_limits: ImageLimits, memory: ImageMemory
+    tokenize: Tokenize, places: ImagePlaces, image_limits: ImageLimits, memory: ImageMemory
 ) -> list[int]:
     """Return the tokens of a prompt, with the image tokens of its images, for a request that only counts tokens.
 
     The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
     cannot be loaded or do not match the prompt, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
-    _check_number(urls, image_limits)
+    _check_number(places.media, image_limits)
     if places.is_fixed:
-        images = places.least
+        media = places.least
     else:
         with ImageReservation(memory) as reservation:
-            images = places.parts_of(await load(urls, image_limits, reservation))
-    return places.expanded(await tokenize(places.written(images)), images)[0]
+            media = places.texts_of(await load(places.media, image_limits, reservation, places.describe))
+    return places.expanded(await tokenize(places.written(media)), media)[0]
 
 
 async def expand_image_tokens(
     tokenize: Tokenize,
     places: ImagePlaces,
-    urls: Sequence[str],
     image_limits: ImageLimits,
     limits: ModelLimits,
     reservation: ImageReservation,
 ) -> TokenizedPrompt:
-    """Load the images of a prompt. Return the prompt as tokens, with the image tokens of its images, and the image
-    files.
+    """Load the images and videos of a prompt and return it with their tokens.
 
     The files count in `reservation`, which the caller releases after the last use of the prompt. Raises
     `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer, and
     `RateLimitError` if the limits of `ImageMemory` are reached.
     """
-    _check_number(urls, image_limits)
+    _check_number(places.media, image_limits)
     # A prompt that is too long already with the smallest images is rejected before anything is fetched.
     least = places.written(places.least)
     token_ids = await tokenize(least)
     check_prompt(places.expanded(token_ids, places.least)[0], limits, param="messages")
-    files = await load(urls, image_limits, reservation)
-    images = places.parts_of(files)
-    written = places.written(images)
+    files = await load(places.media, image_limits, reservation, places.describe)
+    media = places.texts_of(files)
+    written = places.written(media)
     if written != least:
         token_ids = await tokenize(written)
-    found, where = places.expanded(token_ids, images)
-    spans = places.spans_of(where, files)
+    found, where = places.expanded(token_ids, media)
+    # Positions and hashes of blocks need the spans; checked first, because an instance accepts a limited number.
+    check_prompt(found, limits, param="messages")
+    spans = media_spans(where, media, [file.digest for file in files])
+    if len(spans) > MAX_IMAGES:
+        raise media_error(f"the images and the frames of videos are more than {MAX_IMAGES}", "video")
     return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
 
 
-def _check_number(urls: Sequence[str], image_limits: ImageLimits) -> None:
-    """Raise `BadRequestError` if a request has more images than `--limit-mm-per-prompt` allows."""
-    if len(urls) > image_limits.per_prompt:
-        raise image_error(
-            f"the request has {len(urls)} images, the limit is {image_limits.per_prompt} (--limit-mm-per-prompt)"
-        )
+def _check_number(media: Sequence[MediaPart], image_limits: ImageLimits) -> None:
+    """Raise `BadRequestError` if a request has more images or videos than it may."""
+    for kind in ("image", "video"):
+        image_limits.check_number(kind, sum(part.kind == kind for part in media))
