@@ -67,6 +67,8 @@ class EngineConfig:
     """Number of stages into which the layers are divided; each stage has `tensor_parallel_size` devices."""
     pipeline_layer_partition: str | None = None
     """Number of layers of each stage, such as "10,12,10"; None: in proportion to the memory of the devices."""
+    nnodes: int = 1
+    """Number of hosts over which the devices are spread, equally and in the order of ranks."""
     enable_expert_parallel: bool = False
     """Give each rank whole experts of a mixture, instead of a part of each."""
     disable_custom_all_reduce: bool = False
@@ -160,6 +162,7 @@ class EngineConfig:
             "num_gpu_blocks_override": self.num_gpu_blocks_override,
             "tensor_parallel_size": self.tensor_parallel_size,
             "pipeline_parallel_size": self.pipeline_parallel_size,
+            "nnodes": self.nnodes,
             "max_loras": self.max_loras,
             "max_lora_rank": self.max_lora_rank,
             "max_cpu_loras": self.max_cpu_loras,
@@ -196,6 +199,11 @@ class EngineConfig:
         """Number of processes of this engine, one for each device: tensor parallel size times pipeline parallel
         size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Number of devices, and of processes, of the engine on each host."""
+        return self.num_ranks // self.nnodes
 
     @property
     def rounding(self) -> Quantization | None:
@@ -239,8 +247,14 @@ class EngineConfig:
             )
 
     def _check_stages(self) -> None:
-        """Check the settings of pipeline parallelism. Raises `ConfigError` if they contradict each other or other
-        settings."""
+        """Check the settings of pipeline parallelism and of several hosts. Raises `ConfigError` if they contradict each
+        other or other settings."""
+        if self.num_ranks % self.nnodes:
+            raise ConfigError(
+                f"tensor_parallel_size ({self.tensor_parallel_size}) times pipeline_parallel_size"
+                f" ({self.pipeline_parallel_size}) is {self.num_ranks}, which cannot be divided equally over nnodes"
+                f" ({self.nnodes}): choose a product that is a multiple of {self.nnodes}"
+            )
         if self.pipeline_parallel_size == 1 and self.pipeline_layer_partition is not None:
             raise ConfigError("pipeline_layer_partition divides layers into stages: set pipeline_parallel_size too")
         if self.pipeline_parallel_size > 1 and self.enable_lora:

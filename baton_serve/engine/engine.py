@@ -41,7 +41,7 @@ from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels, check_images, give_images
-from baton_serve.engine.parallel.ranks import OnLost, Ranks
+from baton_serve.engine.parallel.ranks import OnLost, Ranks, RemoteRanks
 from baton_serve.engine.parallel.tp_executor import make_block_copier, make_executor
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
@@ -65,18 +65,24 @@ class Engine:
     """
 
     def __init__(
-        self, config: EngineConfig, *, progress: LoadProgress | None = None, on_lost: OnLost | None = None
+        self,
+        config: EngineConfig,
+        *,
+        progress: LoadProgress | None = None,
+        on_lost: OnLost | None = None,
+        remote: RemoteRanks | None = None,
     ) -> None:
         """Load the model, allocate the KV cache and warm up; this takes seconds to minutes.
 
         `progress` is called with the name of the current phase and its finished fraction, from 0 to 1. `on_lost` is
         called from another thread when the process of another rank has exited; then the engine can only be closed.
-        Raises `ConfigError`, `ModelError`, `CapacityError` or `AdapterError`.
+        `remote` connects the ranks on other hosts, if `nnodes` is more than 1. Raises `ConfigError`, `ModelError`,
+        `CapacityError`, `AdapterError`, or `ChannelError` if a host is missing.
         """
         config.check()
         self._profiler = TorchProfiler()
         # The other ranks load at the same time as this one, so they are started first.
-        self._ranks = Ranks(config, on_lost or _ignore_lost_rank)
+        self._ranks = Ranks(config, on_lost or _ignore_lost_rank, remote)
         try:
             self._load(config, progress or (lambda what, fraction: None))
         except BaseException:

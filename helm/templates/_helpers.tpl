@@ -106,6 +106,20 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{- $pools | toJson }}
 {{- end }}
 
+{{/* Number of cards of a pod of a pool: (dict "root" MODEL "role" "prefill"). */}}
+{{- define "baton.cardsPerPod" -}}
+{{- $values := .root.Values }}
+{{- $pool := index $values .role }}
+{{- $ranks := index $pool.engine "tensorParallelSize" | default $values.engine.tensorParallelSize }}
+{{- $stages := index $pool.engine "pipelineParallelSize" | default $values.engine.pipelineParallelSize }}
+{{- $cards := mul $ranks $stages | int }}
+{{- $nodes := int $pool.nodesPerInstance }}
+{{- if mod $cards $nodes }}
+{{- fail (printf "%s.nodesPerInstance %d does not divide tensorParallelSize times pipelineParallelSize (%d)" .role $nodes $cards) }}
+{{- end }}
+{{- div $cards $nodes }}
+{{- end }}
+
 {{/* Roles for which some model has a pool, as a JSON list. */}}
 {{- define "baton.roles" -}}
 {{- $found := dict }}{{- include "baton.models" (dict "root" . "into" $found) }}

@@ -16,6 +16,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
+from baton_serve.engine.parallel.ranks import RemoteRanks
 from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.engine.pooling.image_encoder import EncodeObserver, ImageEncoder
 from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
@@ -57,6 +58,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         tensor_parallel_size=settings.tensor_parallel_size,
         pipeline_parallel_size=settings.pipeline_parallel_size,
         pipeline_layer_partition=settings.pipeline_layer_partition,
+        nnodes=settings.nnodes,
         enable_expert_parallel=settings.enable_expert_parallel,
         disable_custom_all_reduce=settings.disable_custom_all_reduce,
         max_num_batched_tokens=settings.max_num_batched_tokens,
@@ -103,17 +105,22 @@ def model_kind(settings: InstanceSettings) -> ModelKind:
 
 
 def build_engine(
-    settings: InstanceSettings, role: Role, on_lost: Callable[[str], None], weights_version: str = ""
+    settings: InstanceSettings,
+    role: Role,
+    on_lost: Callable[[str], None],
+    weights_version: str = "",
+    remote: RemoteRanks | None = None,
 ) -> Engine:
     """Load the model and build the engine of a model that generates text. Call it in the engine thread.
 
     `on_lost` is called from another thread with the reason if the engine cannot continue. `weights_version`
-    distinguishes replaced weights of the same model. Raises `engine.errors.EngineError` if the model cannot be loaded.
+    distinguishes replaced weights of the same model. `remote` connects the ranks on other hosts. Raises
+    `engine.errors.EngineError` if the model cannot be loaded.
     """
     _set_threads(settings)
     config = replace(engine_config(settings, role), weights_version=weights_version)
     with ProgressBar() as progress:
-        engine = Engine(config, progress=progress, on_lost=on_lost)
+        engine = Engine(config, progress=progress, on_lost=on_lost, remote=remote)
     renice_threads(settings)
     return engine
 

@@ -51,6 +51,7 @@ from baton_serve.services.instance.kv_sharing.embeddings import EmbeddingFetcher
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
+from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, peer_access
@@ -71,6 +72,8 @@ class ProcessParts:
     slicer: TimeSlicer
     counter: TransferMetrics
     embeddings: EmbeddingMetrics
+    nodes: NodeMeeting | None = None
+    """Connects the other hosts of this instance; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,7 +323,7 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
     kind = model_kind(settings)
     if kind == "generate":
         thread: EngineThread[Engine] = EngineThread(
-            lambda: build_engine(settings, role, thread.give_up, weights_version), slicer, watchdog
+            lambda: build_engine(settings, role, thread.give_up, weights_version, process.nodes), slicer, watchdog
         )
         return thread
     if settings.num_devices > 1:

@@ -22,6 +22,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine import EngineError
 from baton_serve.engine.device import device_name
 from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
+from baton_serve.engine.parallel.channel import ChannelError
 from baton_serve.kvtransfer import TransferError
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.http.server import HttpServer
@@ -47,6 +48,8 @@ from baton_serve.services.instance.instance_model import Addresses, InstanceMode
 from baton_serve.services.instance.metrics import EmbeddingMetrics, EngineCollector, TransferMetrics
 from baton_serve.services.instance.model_parts import ModelConnections, ProcessParts
 from baton_serve.services.instance.model_switch import ModelSwitch
+from baton_serve.services.instance.nodes.check import check_nodes
+from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names
@@ -104,8 +107,9 @@ class InstanceProcess:
         limit = StepLimit(settings.engine_step_timeout_s)
         self._watchdog = StepWatchdog(limit, program=f"baton {role}", has_exit_timer=has_exit_timer)
         slicer = make_time_slicer(settings, role, yield_to_processes)
+        self._nodes = NodeMeeting(settings) if settings.nnodes > 1 else None
         counters = TransferMetrics(self._metrics), EmbeddingMetrics(self._metrics, role)
-        parts = ProcessParts(settings, role, make_handler, self._watchdog, slicer, *counters)
+        parts = ProcessParts(settings, role, make_handler, self._watchdog, slicer, *counters, self._nodes)
         self._model = InstanceModel(parts, instance_id(settings, role), lambda error: self._lifecycle.fail(error))
         self._switch = ModelSwitch(self._model, self._model.weights)
         self._renew_record: Callable[[], Awaitable[None]] = _do_nothing
@@ -125,6 +129,7 @@ class InstanceProcess:
         self._lifecycle = lifecycle
         check_transport(self._settings, self._role)
         check_ports(self._settings)
+        check_nodes(self._settings, self._role)
         if self._settings.registry:
             check_registry_url(self._settings.registry)
         self._key = read_cluster_key(self._settings.cluster_key_file)
@@ -133,12 +138,23 @@ class InstanceProcess:
         tracing = make_tracing(endpoint, service=service, instance=instance, environ=environment())
         lifecycle.on_stop("traces", tracing.close)
         self._rpc = InstanceServer(for_routers(self._settings), key=self._key)
+        if self._nodes is not None:
+            assert self._key is not None  # `check_nodes` requires it
+            self._nodes.open(self._key)
+            lifecycle.on_stop("nodes", self._nodes.close)
         # Everything above is checked first: loading takes minutes, and a wrong flag should stop the process
         # immediately.
         lifecycle.on_stop("model", self._model.close, deadline_s=MODEL_CLOSE_TIMEOUT_S)
-        await self._model.start(
-            ModelConnections(self._rpc, self._key, tracing, announce=self._adapters_changed, on_broken=lifecycle.fail)
-        )
+        try:
+            await self._model.start(
+                ModelConnections(self._rpc, self._key, tracing, self._adapters_changed, on_broken=lifecycle.fail)
+            )
+        except ChannelError as exc:
+            if self._nodes is None:
+                raise
+            # Another host is missing or was lost during the start. Other than after a wrong flag, a restart helps.
+            lifecycle.fail(exc)
+            return
         profile_folder = environment().get("VLLM_TORCH_PROFILER_DIR", "")
         self._engine_commands = EngineCommands(
             self._model.engine_thread, self._switch, router=self._rpc, profile_folder=profile_folder

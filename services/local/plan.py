@@ -18,9 +18,10 @@ from baton_serve.services.local.settings import DEMO_MODEL, ServeSettings
 # The ports are among them: instances on one machine take free ports, or Unix sockets.
 MANAGED_INSTANCE_OPTIONS = frozenset(
     "model instance_id device_index host advertise_host rpc_port rpc_socket transfer_port events_port http_port"
-    " registry registry_ttl_s threads".split()
+    " registry registry_ttl_s threads nnodes node_rank master_addr master_port node_wait_s".split()
 )
-"""Options of instances that `baton serve` sets itself. They are not accepted on its command line."""
+"""Options of instances that `baton serve` sets itself, or that need several hosts. They are not accepted on its command
+line."""
 MANAGED_ROUTER_OPTIONS = frozenset("model host port registry".split())
 """Options of the router that `baton serve` sets itself or has itself."""
 

@@ -5,6 +5,7 @@ from os import environ
 
 from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
+from baton_serve.services.instance.nodes.node import run_node
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
 
@@ -22,6 +23,8 @@ def main(argv: list[str]) -> None:
     settings = with_local_model(loaded.settings, environ, "prefill")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
+    if settings.node_rank:
+        sys.exit(run_node(settings, "prefill", notes=loaded.notes))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.instance.process import run_instance
     from baton_serve.services.prefill.handler import prefill_handler

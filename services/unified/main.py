@@ -14,6 +14,7 @@ from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
+from baton_serve.services.instance.nodes.node import run_node
 from baton_serve.services.instance.ports import EngineStats
 from baton_serve.services.instance.request_server import RoleMessage
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
@@ -60,6 +61,8 @@ def main(argv: list[str]) -> None:
     settings = with_local_model(loaded.settings, environ, "unified")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
+    if settings.node_rank:
+        sys.exit(run_node(settings, "unified", notes=loaded.notes))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.instance.process import run_instance
 

@@ -11,7 +11,7 @@ import pytest
 
 from baton_serve.services.local.launches import ProgramLauncher
 from baton_serve.services.local.supervisor import MODULE
-from tests.e2e.cluster import Cluster, wait_until
+from tests.e2e.cluster import Api, Cluster, wait_until
 
 pytestmark = pytest.mark.slow
 FLAGS = ("--dtype", "float32", "--disaggregation-min-tokens", "0")
@@ -24,9 +24,7 @@ def text_of(chunks: list[dict[str, Any]]) -> str:
     return "".join(chunk["choices"][0]["text"] for chunk in chunks if chunk.get("choices"))
 
 
-def stream_in_thread(
-    cluster: Cluster, body: dict[str, Any]
-) -> tuple[threading.Thread, list[dict[str, Any]], list[str]]:
+def stream_in_thread(cluster: Api, body: dict[str, Any]) -> tuple[threading.Thread, list[dict[str, Any]], list[str]]:
     chunks: list[dict[str, Any]] = []
     errors: list[str] = []
 

@@ -3,7 +3,7 @@
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +33,40 @@ class _Thread:
         """Do nothing: threads end with their channel."""
 
 
+class RemoteThreads:
+    """Stands in for the hosts beside the first one: their ranks are threads, to which nothing but bytes is passed."""
+
+    address = "127.0.0.1"
+    folders: Mapping[str, str] = {}
+
+    def __init__(self, ranks: range) -> None:
+        self._ranks = ranks
+
+    def connect(self) -> Mapping[int, socket.socket]:
+        return {rank: _start(self.folders)[0] for rank in self._ranks}
+
+
+def _start(folders: Mapping[str, str] | None = None) -> tuple[socket.socket, _Thread]:
+    """Start the thread of a rank, and return the connection to it."""
+    ours, its = socket.socketpair()
+
+    def run() -> None:
+        channel: Any = Channel(its, Command, send_timeout_s=30.0)
+        # The engine is closed, at the end or after an error of its own.
+        with suppress(ChannelError):
+            try:
+                tp_worker.TPWorker(channel, folders).serve()
+            except ChannelError:
+                raise
+            except EngineError as error:
+                channel.send(channel.encode(tp_worker.failure(error)))
+            except Exception as error:  # noqa: BLE001 - the engine raises it
+                channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
+        its.close()
+
+    return ours, _Thread(run)
+
+
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines start their ranks as threads. They load one after another, since transformers patches torch then."""
     loading = threading.Lock()
@@ -45,24 +79,9 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         return locked
 
     def start(number: int) -> Any:
-        ours, its = socket.socketpair()
-
-        def run() -> None:
-            channel: Any = Channel(its, Command, send_timeout_s=30.0)
-            # The engine is closed, at the end or after an error of its own.
-            with suppress(ChannelError):
-                try:
-                    tp_worker.TPWorker(channel).serve()
-                except ChannelError:
-                    raise
-                except EngineError as error:
-                    channel.send(channel.encode(tp_worker.failure(error)))
-                except Exception as error:  # noqa: BLE001 - the engine raises it
-                    channel.send(channel.encode(CommandFailed("other", f"{type(error).__name__}: {error}")))
-            its.close()
-
-        channel: Any = Channel(ours, CommandAnswer, send_timeout_s=30.0)
-        return ranks._Rank(number, _Thread(run), channel)  # type: ignore[arg-type]
+        connection, thread = _start()
+        channel: Any = Channel(connection, CommandAnswer, send_timeout_s=30.0)
+        return ranks._Rank(number, thread, channel)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks, "_start", start)
     monkeypatch.setattr(engine, "load", one_after_another(load))

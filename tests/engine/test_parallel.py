@@ -71,14 +71,14 @@ def test_an_engine_ends_with_its_ranks(references: References) -> None:
     folder = references("llama").folder
     config = EngineConfig(model=str(folder), device="cpu", kv_cache_bytes=4 << 20, tensor_parallel_size=2)
     with Engine(config, on_lost=on_lost) as engine:
-        (rank,) = engine._ranks._ranks
-        os.kill(rank.process.pid, signal.SIGKILL)
+        (rank,) = engine._ranks._processes
+        os.kill(rank.pid, signal.SIGKILL)
         assert reported.wait(10)
         assert heard == ["rank 1 of 2 has exited; its error is in the log above"]
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises((EngineError, RuntimeError)):
             run(engine)
-    assert rank.process.poll() == -signal.SIGKILL
+    assert rank.poll() == -signal.SIGKILL
 
 
 def test_ranks_that_are_no_longer_together_end(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,13 +90,13 @@ def test_ranks_that_are_no_longer_together_end(references: References, monkeypat
     # The other rank waits for a step that never comes.
     monkeypatch.setattr("baton_serve.engine.parallel.ranks.END_TIMEOUT_S", 0.5)
     with make_engine(references("llama").folder, tensor_parallel_size=2, async_scheduling=True) as engine:
-        (rank,) = engine._ranks._ranks
+        (rank,) = engine._ranks._processes
         assert isinstance(engine._executor, TPExecutor)
         monkeypatch.setattr(engine._executor._own, "compute", lacks_memory)
         engine.add(make_work(engine, "a", references("llama").prompts[0]))
         with pytest.raises(EngineError, match=r"cannot go on together.*max_num_batched_tokens.*2 GiB"):
             run(engine)
-    assert rank.process.poll() is not None
+    assert rank.poll() is not None
 
 
 def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,7 +71,10 @@ CUSTOM: dict[str, tuple[str, Schema]] = {
     "ScaledObject": (
         "keda.sh/v1alpha1",
         record(
-            {"scaleTargetRef": record({"name": TEXT}), "triggers": array(TRIGGER)},
+            {
+                "scaleTargetRef": record({"name": TEXT}, {"apiVersion": TEXT, "kind": TEXT}),
+                "triggers": array(TRIGGER),
+            },
             {
                 "minReplicaCount": COUNT,
                 "maxReplicaCount": COUNT,
@@ -83,6 +86,29 @@ CUSTOM: dict[str, tuple[str, Schema]] = {
                             {"behavior": record({}, {"scaleUp": SCALING_RULES, "scaleDown": SCALING_RULES})}
                         )
                     }
+                ),
+            },
+        ),
+    ),
+    "LeaderWorkerSet": (
+        "leaderworkerset.x-k8s.io/v1",
+        record(
+            {
+                "leaderWorkerTemplate": record(
+                    # Templates of pods: test_hosts.py checks them as Kubernetes does.
+                    {"workerTemplate": {"type": "object"}},
+                    {
+                        "leaderTemplate": {"type": "object"},
+                        "size": COUNT,
+                        "restartPolicy": {"enum": ["RecreateGroupOnPodRestart", "RecreateGroupAfterStart", "None"]},
+                    },
+                )
+            },
+            {
+                "replicas": COUNT,
+                "rolloutStrategy": record(
+                    {"type": {"const": "RollingUpdate"}},
+                    {"rollingUpdateConfiguration": record({}, {"maxSurge": COUNT, "maxUnavailable": COUNT})},
                 ),
             },
         ),

@@ -15,6 +15,7 @@ import yaml
 
 from tests.helm.chart import (
     CHART,
+    HOSTS,
     ROLES,
     ROOT,
     VARIANTS,
@@ -63,7 +64,7 @@ def test_every_custom_resource_is_valid(path: Path | None) -> None:
 
 
 def test_the_variants_use_every_custom_resource() -> None:
-    assert {o["kind"] for path in VARIANTS for o in render(path)} >= set(CUSTOM)
+    assert {o["kind"] for path in [*VARIANTS, HOSTS] for o in render(path)} >= set(CUSTOM)
 
 
 def test_a_misspelt_field_of_a_custom_resource_is_found() -> None:
@@ -108,7 +109,8 @@ def test_every_reference_inside_a_release_resolves(path: Path | None) -> None:
             ports = {p["name"] for p in pod["containers"][0]["ports"]}
             assert pod["containers"][0][probe]["httpGet"]["port"] in ports
     for scaler in of_kind(rendered, "HorizontalPodAutoscaler") + of_kind(rendered, "ScaledObject"):
-        assert ("Deployment", scaler["spec"]["scaleTargetRef"]["name"]) in names
+        target = scaler["spec"]["scaleTargetRef"]
+        assert (target.get("kind", "Deployment"), target["name"]) in names
 
 
 def test_the_schema_is_current() -> None:

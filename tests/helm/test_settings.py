@@ -54,7 +54,9 @@ MODEL_SOURCE_UNUSED = {
     "offline", "revision", "code_revision", "tokenizer_revision", "download_dir", "hf_token",
     "hf_overrides", "rope_scaling", "rope_theta",
 }  # fmt: skip
-INSTANCE_UNUSED = MODEL_SOURCE_UNUSED | {
+# Only pools with `nodesPerInstance` have these (test_hosts.py); all pods have the same port.
+OF_SEVERAL_HOSTS = {"nnodes", "node_rank", "master_addr", "master_port"}
+INSTANCE_UNUSED = MODEL_SOURCE_UNUSED | OF_SEVERAL_HOSTS | {
     "log_config_file", "disable_hybrid_kv_cache_manager",
     "device_index", "omp_threads_bind", "engine_nice", "core_turns", "core_turns_share", "rpc_socket",
 }  # fmt: skip

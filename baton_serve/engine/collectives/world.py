@@ -65,16 +65,19 @@ def place_of(rank: int, tensor_parallel_size: int, num_layers: tuple[int, ...]) 
 class World:
     """The process groups of one engine, as one rank sees them. All ranks must call its methods in the same order."""
 
-    def __init__(self, store: str, place: RankPlace, device: torch.device) -> None:
+    def __init__(
+        self, store: str, place: RankPlace, device: torch.device, listener: socket.socket | None = None
+    ) -> None:
         """Connect this process with the other ranks. `store` is how they find each other: the path of a file, or
-        tcp://HOST:PORT if they are on several hosts.
+        tcp://HOST:PORT if they are on several hosts. Then rank 0 serves the store on `listener`, its socket with that
+        address.
 
         Raises `RuntimeError` if the connection fails.
         """
         self._place, self._device = place, device
         self._distributed: Any = importlib.import_module("torch.distributed.distributed_c10d")
         self._timeout = timedelta(seconds=TIMEOUT_S)
-        self._store = _open_store(store, place.world_size, self._timeout)
+        self._store = _open_store(store, place.world_size, self._timeout, listener)
         self._address = _own_address(store)
         self._is_device = not devices.is_host(device)
         if self._is_device:
@@ -143,12 +146,14 @@ class World:
         return self._distributed.ProcessGroupGloo(store, rank, size, options)
 
 
-def _open_store(store: str, world_size: int, timeout: timedelta) -> Any:
+def _open_store(store: str, world_size: int, timeout: timedelta, listener: socket.socket | None) -> Any:
     """Return the torch.distributed store by which the ranks find each other: at a path, or at tcp://HOST:PORT."""
     distributed = importlib.import_module("torch.distributed")
     if store.startswith("tcp://"):
         host, _, port = store.removeprefix("tcp://").rpartition(":")
-        return distributed.TCPStore(host, int(port), None, is_master=False, timeout=timeout)
+        own = {} if listener is None else {"is_master": True, "master_listen_fd": listener.detach()}
+        # Forming the groups waits for the ranks, so that the store need not.
+        return distributed.TCPStore(host, int(port), None, timeout=timeout, wait_for_workers=False, **own)
     file = distributed.FileStore(str(Path(store)), world_size)
     # Joining must not wait forever for a rank that failed to load.
     file.set_timeout(timeout)

@@ -3,7 +3,8 @@
 On hosts it lies in a memfd (an anonymous file), so that another process on this machine can map it and copy blocks
 directly; nothing is left behind when this process dies. On a device, transports read and write the tensor itself. With
 several ranks, each device holds a part of every block, and a memfd serves as the mirror in which blocks are whole:
-blocks are copied there for transport. Only those blocks occupy host memory, since the rest of the file is a hole.
+blocks are copied there for transport. Only those blocks occupy host memory, since the rest of the file is a hole. A
+rank on another host than the mirror has its part alone, and sends or receives copies of it.
 """
 
 import mmap
@@ -133,9 +134,8 @@ class KVCache:
             own_shape = (num_blocks, *_own_shape(layout, own, is_flat=len(shape) == 2))
             self.tensor = torch.zeros(own_shape, dtype=dtype, device=device)
         if self._part.heads is not None and len(shape) == 2:
-            whole_shapes = BlockPart(self._part.layers).own_shapes(layout)
-            mirrored = zip(_unequal_layers(self._host, layout, whole_shapes), self._part.heads, strict=True)
-            self._host_layers = [layer[:, :, part] for layer, part in mirrored]
+            if place != "device":
+                self._host_layers = _layers_of_part(self._host, layout, self._part)
             is_shared = place == "shared"
             self._own_layers = self._host_layers if is_shared else list(_unequal_layers(self.tensor, layout, own))
 
@@ -151,6 +151,25 @@ class KVCache:
         if self.host_view is None:
             return self.device_tensor
         return torch.frombuffer(self._mapping, dtype=torch.uint8).view(self.num_blocks, self.block_bytes)
+
+    def copies_of(self, part: BlockPart) -> "PartCopies":
+        """Return access to another rank's part of the blocks in host memory. Only with `host_view`."""
+        shape = (self.num_blocks, *_block_shape(self.layout))
+        host = part.of(self.whole_blocks.view(DTYPES[self.layout.dtype]).view(shape), self.layout)
+        is_equal = part.heads is None or host.dim() > 2
+        views = [host] if is_equal else _layers_of_part(host, self.layout, part)
+        return PartCopies([view.view(torch.uint8) for view in views])
+
+    def read_part(self, blocks: Sequence[int]) -> memoryview:
+        """Return a copy of this rank's part of some blocks, one after another."""
+        chosen = self.device_tensor[torch.tensor(blocks, device=self.device)]
+        return chosen.cpu().numpy().data.cast("B")
+
+    def write_part(self, blocks: Sequence[int], data: memoryview) -> None:
+        """Overwrite this rank's part of some blocks with bytes in the form of `read_part`."""
+        # A copy, because torch wants writable memory.
+        parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), -1)
+        self.device_tensor[torch.tensor(blocks, device=self.device)] = parts.to(self.device)
 
     def layers(self) -> list[Tensor]:
         """Return one strided view of the cache for each layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim],
@@ -261,6 +280,37 @@ class KVCache:
         self._mapping = mmap.mmap(self.shared_fd, size)
         self.host_view = memoryview(self._mapping)
         return torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+
+class PartCopies:
+    """Reads and writes the part of blocks that a rank on another host holds, in the memory with whole blocks. The bytes
+    are those of `KVCache.read_part` of that rank.
+    """
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        """`views` are uint8 views of the part in all blocks: one, or one for each layer if the layers differ."""
+        self._views = views
+        self._sizes = [view[0].numel() for view in views]
+
+    def read(self, blocks: Sequence[int]) -> memoryview:
+        """Return a copy of the part of some blocks, one after another."""
+        index = torch.tensor(blocks)
+        packed = torch.cat([view[index].reshape(len(blocks), -1) for view in self._views], dim=1)
+        return packed.numpy().data.cast("B")
+
+    def write(self, blocks: Sequence[int], data: memoryview) -> None:
+        """Overwrite the part of some blocks."""
+        index, packed = torch.tensor(blocks), torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        columns = torch.split_with_sizes(packed.view(len(blocks), -1), self._sizes, dim=1)
+        for view, part in zip(self._views, columns, strict=True):
+            view[index] = part.reshape(len(blocks), *view.shape[1:])
+
+
+def _layers_of_part(host: Tensor, layout: KVLayout, part: BlockPart) -> list[Tensor]:
+    """Return the view of each layer of a part with own heads. `host` is `part.of` blocks whose layers differ."""
+    assert part.heads is not None
+    whole = _unequal_layers(host, layout, BlockPart(part.layers).own_shapes(layout))
+    return [layer[:, :, heads] for layer, heads in zip(whole, part.heads, strict=True)]
 
 
 def _num_elements(layout: KVLayout) -> int:

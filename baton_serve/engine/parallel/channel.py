@@ -1,12 +1,14 @@
-"""Frames between two processes of a host over a pair of connected sockets: length, then bytes. Every wait has a timeout
-or ends with the other process.
+"""Frames between two processes over a pair of connected sockets: length, then bytes. Every wait has a timeout or ends
+with the other process.
 
-When the other process exits, its socket is closed, which is noticed immediately.
+When the other process exits, its socket is closed, which is noticed immediately. On another host it may also fall
+silent; then the kernel ends the connection (see `RemoteRanks`).
 """
 
 import os
 import socket
 import struct
+from contextlib import suppress
 from typing import Generic, TypeVar
 
 import msgspec
@@ -91,7 +93,14 @@ class Channel(Generic[T]):
 
     def close(self) -> None:
         """Close the socket, which ends the other side's wait."""
+        # A thread that polls the socket keeps it open, so closing alone would not reach the other side.
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to be polled for the end of the connection; -1 if it is closed."""
+        return self._socket.fileno()
 
     def _read(self, size: int) -> bytearray:
         """Return exactly `size` bytes of the stream. Raises `ChannelError` if the other process closes the connection

@@ -49,7 +49,8 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: create a KV cache of `num_blocks` blocks, in place of an earlier one. Rank 0 then sends the
-    file descriptor of the host memory that all ranks share for KV blocks. The rank answers when the cache exists.
+    file descriptor of the host memory that all ranks of its host share for KV blocks. The rank answers when the cache
+    exists; one on another host answers with `PartBuilt`.
     """
 
     num_blocks: int
@@ -173,18 +174,19 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
 
 class ToHost(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: copy its part of these KV blocks from the device to the host memory that all ranks share. The
-    rank answers when the copy is complete.
+    rank answers when the copy is complete; one on another host answers with `PartBytes` instead.
     """
 
     blocks: list[int]
 
 
 class FromHost(msgspec.Struct, frozen=True, tag=True):
-    """Command to a rank: copy its part of these KV blocks from the host memory that all ranks share to the device. The
-    rank answers when it does not read the host memory any more.
+    """Command to a rank: copy its part of these KV blocks from the host memory that all ranks share to the device, or
+    from `data` if the rank is on another host. The rank answers when it does not read the host memory any more.
     """
 
     blocks: list[int]
+    data: memoryview | None = None
 
 
 Command = (
@@ -215,9 +217,28 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a rank to `LoadRank`: the shape of the KV of each layer that the rank holds."""
+    """Answer of a rank to `LoadRank`: the shape of the KV of each layer that the rank holds, and the fingerprint of the
+    weights that it has read.
+    """
 
     kv_shapes: tuple[KVShape, ...]
+    fingerprint: str
+
+
+class PartBuilt(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank on another host to `BuildCache`: the layers of each block that the rank holds, and its heads of
+    each of them, as first and end; None: all.
+    """
+
+    layers: tuple[int, int] | None
+    heads: tuple[tuple[int, int], ...] | None
+
+
+class PartBytes(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank on another host to `ToHost`: its part of these blocks, one after another."""
+
+    blocks: list[int]
+    data: memoryview
 
 
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
@@ -227,7 +248,7 @@ class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-CommandAnswer = CommandDone | RankLoaded | CommandFailed
+CommandAnswer = CommandDone | RankLoaded | PartBuilt | PartBytes | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:

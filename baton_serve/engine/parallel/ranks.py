@@ -1,6 +1,7 @@
 """Rank 0's side of tensor and pipeline parallelism: starts the other ranks, sends them commands and detects their exit.
 
-If one rank exits, the whole instance ends. Used from the engine's thread. A watcher thread reports ranks that have
+Ranks on other hosts are started there (`services.instance.nodes`), and connect to this one. If one rank exits, or a
+host falls silent, the whole instance ends. Used from the engine's thread. A watcher thread reports ranks that have
 exited, since the engine's thread may be waiting for the device, which in turn waits for the lost rank.
 """
 
@@ -13,10 +14,12 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
+import msgspec
 import torch
 
 from baton_serve.child_command import module_command
@@ -28,6 +31,7 @@ from baton_serve.engine.collectives.stage import partition_layers
 from baton_serve.engine.collectives.world import RankPlace, World, place_of
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, PartCopies
 from baton_serve.engine.loading.loader_choice import count_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.checkpoint import Adapter
@@ -40,10 +44,13 @@ from baton_serve.engine.parallel.commands import (
     CommandDone,
     CommandFailed,
     DropAdapter,
+    FromHost,
     JoinGroup,
     KeepAdapter,
     LoadRank,
     MeasureMemory,
+    PartBuilt,
+    PartBytes,
     RankLoaded,
     ReportMemory,
 )
@@ -71,12 +78,28 @@ _ERRORS: dict[str, type[EngineError]] = {
 """Types of errors by the kind that a rank reports, so that a rank's error looks like rank 0's own."""
 
 
+class RemoteRanks(Protocol):
+    """Gives the connections to the ranks on other hosts, and the address at which those reach this host.
+
+    A connection ends within seconds if its host falls silent: its socket has keepalive probes.
+    """
+
+    @property
+    def address(self) -> str: ...
+    def connect(self) -> Mapping[int, socket.socket]:
+        """Wait until all ranks on other hosts are there, and return new connections to them by the number of the rank.
+
+        Raises `ChannelError` if one is missing for too long.
+        """
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """A started rank, as rank 0 sees it: its process and the channel to it."""
+    """A started rank, as rank 0 sees it: its process, None on another host, and the channel to it."""
 
     number: int
-    process: "subprocess.Popen[bytes]"
+    process: "subprocess.Popen[bytes] | None"
     channel: Channel[CommandAnswer]
 
 
@@ -85,26 +108,33 @@ class Ranks:
     nothing.
     """
 
-    def __init__(self, config: EngineConfig, on_lost: OnLost) -> None:
+    def __init__(self, config: EngineConfig, on_lost: OnLost, remote: RemoteRanks | None = None) -> None:
         """Start the processes of the other ranks, which begin to load the model. `on_lost` is called with a message
-        when a rank has exited unexpectedly: at most once, from another thread.
+        when a rank has exited unexpectedly: at most once, from another thread. `remote` connects the ranks on other
+        hosts, if there are any.
         """
-        self.num_ranks = config.num_ranks
+        self.num_ranks, self._ranks_per_node = config.num_ranks, config.ranks_per_node
         self.place: RankPlace = place_of(0, config.tensor_parallel_size, ())
-        self._maps_memory = not config.disable_custom_all_reduce
+        # Devices of different hosts cannot write into each other's memory.
+        self._maps_memory = not config.disable_custom_all_reduce and config.nnodes == 1
+        self._remote = remote
         self.group: Collectives = SingleRank()
         self.links: StageLinks | None = None
         self._world: World | None = None
         self._ranks: list[_Rank] = []
+        self._copies: dict[int, PartCopies] = {}
+        """By rank on another host: access to its part of the blocks in this host's memory."""
         self._unanswered = 0
         self._on_lost = on_lost
         self._folder: Path | None = None
         self._is_closing = threading.Event()
         if self.num_ranks == 1:
             return
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        self._ranks = [_start(number) for number in range(1, self.num_ranks)]
+        if config.nnodes > 1 and remote is None:
+            raise ConfigError("nnodes is more than 1, which only baton prefill, decode and unified support")
+        self._ranks = [_start(number) for number in range(1, self._ranks_per_node)]
         try:
+            self._connect()
             num_layers = self._divide(config)
         except BaseException:
             self._abandon()
@@ -117,6 +147,13 @@ class Ranks:
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watcher.start()
+
+    def _connect(self) -> None:
+        """Add the ranks on other hosts. Raises `ChannelError` if one is missing for too long."""
+        if self._remote is not None:
+            for number, connection in sorted(self._remote.connect().items()):
+                channel: Channel[CommandAnswer] = Channel(connection, CommandAnswer, send_timeout_s=SEND_TIMEOUT_S)
+                self._ranks.append(_Rank(number, None, channel))
 
     def _divide(self, config: EngineConfig) -> tuple[int, ...]:
         """Return the number of layers of each pipeline stage, by the setting or by the free memory of the ranks; ()
@@ -142,22 +179,44 @@ class Ranks:
         `model`. Return `model` with the KV shapes of all pipeline stages. Raises the error of a rank that failed to
         load.
         """
-        if self._folder is None:
+        if not self._ranks:
             return model
         loaded = self._collect(LOAD_TIMEOUT_S)
+        for rank, answer in zip(self._ranks, loaded, strict=True):
+            if rank.process is None and isinstance(answer, RankLoaded) and answer.fingerprint != model.fingerprint:
+                raise ModelError(f"{self._name(rank)} has other weights of {model.name}: give every host equal files")
         shapes: tuple[tuple[KVShape, ...], ...] = ()
         if self.place.num_stages > 1:
             every = [model.kv_shapes, *(answer.kv_shapes for answer in loaded if isinstance(answer, RankLoaded))]
             # The ranks of a stage have equal shapes, so the first one stands for all.
             shapes = tuple(every[:: self.place.shard.size])
-        store = str(self._folder / "store")
-        # Send first: forming the group waits until every rank has joined.
-        self.send_command(JoinGroup(store, shapes))
-        self._world = World(store, self.place, device)
+        self._form(shapes, device)
+        assert self._world is not None
         self.group = self._world.collectives(maps_memory=self._maps_memory)
         self.links = self._world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=device))
         self._collect(ANSWER_TIMEOUT_S)
+        # All groups are formed. Libraries of devices go on using the store; gloo does not, so that nothing is left
+        # behind if this process is killed.
+        if devices.is_host(device):
+            self._remove_folder()
         return replace(model, stage_shapes=shapes)
+
+    def _form(self, shapes: tuple[tuple[KVShape, ...], ...], device: torch.device) -> None:
+        """Form the process groups of all ranks, which find each other by a new store."""
+        # Send first: forming the groups waits until every rank has joined.
+        if self._remote is not None:
+            # Bound to this address alone: whoever reaches the store can disturb the start.
+            address = self._remote.address
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.create_server((address, 0), family=family) as listener:
+                store = f"tcp://{address}:{listener.getsockname()[1]}"
+                self.send_command(JoinGroup(store, shapes))
+                self._world = World(store, self.place, device, listener)
+            return
+        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+        store = str(self._folder / "store")
+        self.send_command(JoinGroup(store, shapes))
+        self._world = World(store, self.place, device)
 
     def send_command(self, command: Command, *, to_first_stage: bool = False) -> None:
         """Send a command to all other ranks without waiting for its execution. With `to_first_stage`, send it only to
@@ -190,7 +249,14 @@ class Ranks:
         """Send a command to all other ranks without waiting. Call `wait` later: it reads the answers. Raises
         `ChannelError` if a rank does not accept the command.
         """
-        self._send(self._ranks, command)
+        if isinstance(command, FromHost):
+            for rank in self._ranks:
+                # A rank on another host cannot read the memory itself.
+                copies = self._copies.get(rank.number)
+                data = None if copies is None else copies.read(command.blocks)
+                self._send([rank], msgspec.structs.replace(command, data=data))
+        else:
+            self._send(self._ranks, command)
         self._unanswered += 1
 
     def wait(self) -> None:
@@ -199,18 +265,23 @@ class Ranks:
         """
         while self._unanswered:
             self._unanswered -= 1
-            self._collect(ANSWER_TIMEOUT_S)
+            for rank, answer in zip(self._ranks, self._collect(ANSWER_TIMEOUT_S), strict=True):
+                if isinstance(answer, PartBytes):
+                    self._copies[rank.number].write(answer.blocks, answer.data)
 
-    def build(self, num_blocks: int, descriptor: int | None) -> None:
-        """Make the other ranks create KV caches of `num_blocks` blocks. `descriptor` is the open file of the host
-        memory that holds all ranks' blocks, or copies of them; None, with a single rank, does nothing.
+    def build(self, cache: KVCache) -> None:
+        """Make the other ranks create KV caches like `cache`, whose host memory holds all ranks' blocks, or copies of
+        them. The caller keeps `cache` open as long as ranks copy blocks.
         """
-        if descriptor is None:
-            return
-        self.send_command(BuildCache(num_blocks))
+        self.send_command(BuildCache(cache.num_blocks))
         for rank in self._ranks:
-            rank.channel.send_descriptor(descriptor)
-        self._collect(ANSWER_TIMEOUT_S)
+            if rank.process is not None:
+                assert cache.shared_fd is not None  # there are several ranks
+                rank.channel.send_descriptor(cache.shared_fd)
+        answers = zip(self._ranks, self._collect(ANSWER_TIMEOUT_S), strict=True)
+        self._copies = {
+            rank.number: cache.copies_of(_part(answer)) for rank, answer in answers if isinstance(answer, PartBuilt)
+        }
 
     def available_bytes(self, own: int, measure: MeasureMemory) -> list[int]:
         """Return the bytes that each rank has for its part of the KV cache, rank 0 first. `own` is the number of rank
@@ -233,19 +304,19 @@ class Ranks:
         exited after some seconds.
         """
         # May be called again after an error during the start.
-        if self._is_closing.is_set() or self._folder is None:
+        if self._is_closing.is_set() or not self._ranks:
             return
         self._is_closing.set()
         for rank in self._ranks:
             rank.channel.close()
         # Ranks that have not joined the group are still loading; nothing has to end by itself there.
         deadline = time.monotonic() + (0.0 if self._world is None else END_TIMEOUT_S)
-        for rank in self._ranks:
+        for process in self._processes:
             try:
-                rank.process.wait(max(0.0, deadline - time.monotonic()))
+                process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                rank.process.kill()
-                rank.process.wait()
+                process.kill()
+                process.wait()
         # The library may wait for a rank that has exited; this process must not wait with it.
         if self._world is not None:
             ending = threading.Thread(target=self._world.close, name="ranks-end", daemon=True)
@@ -255,16 +326,17 @@ class Ranks:
                 logger.warning("the collective library did not end within %g s", END_TIMEOUT_S)
         os.close(self._woken)  # wakes the watcher
         self._watcher.join()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._remove_folder()
 
     def kill(self) -> None:
         """Kill the processes of the other ranks without waiting. It is for a process that is about to exit; callable
         from any thread.
         """
-        # The watcher must not report the exits, which would start a regular stop.
+        # The watcher must not report the exits, which would start a regular stop. Ranks on other hosts notice the end
+        # of this process.
         self._is_closing.set()
-        for rank in self._ranks:
-            rank.process.kill()
+        for process in self._processes:
+            process.kill()
 
     def _abandon(self) -> None:
         """Kill the other ranks because the engine cannot start, wait for them, and delete their folder. They have not
@@ -273,9 +345,23 @@ class Ranks:
         self.kill()
         for rank in self._ranks:
             rank.channel.close()
-            rank.process.wait()
+        for process in self._processes:
+            process.wait()
+
+    def _remove_folder(self) -> None:
+        """Remove the folder in which the ranks of this host have found each other."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def _processes(self) -> "list[subprocess.Popen[bytes]]":
+        """Return the processes of the ranks on this host."""
+        return [rank.process for rank in self._ranks if rank.process is not None]
+
+    def _name(self, rank: _Rank) -> str:
+        """Return the name of a rank for messages."""
+        node = "" if rank.process is not None else f" on node {rank.number // self._ranks_per_node}"
+        return f"rank {rank.number} of {self.num_ranks}{node}"
 
     def _send(self, ranks: list[_Rank], command: Command) -> None:
         # Encode once for all ranks.
@@ -294,9 +380,10 @@ class Ranks:
             try:
                 answer = rank.channel.receive(max(0.001, deadline - time.monotonic()))
             except ChannelError as exc:
-                raise ChannelError(f"rank {rank.number} of {self.num_ranks}: {exc}") from exc
+                raise ChannelError(f"{self._name(rank)}: {exc}") from exc
             if isinstance(answer, CommandFailed):
-                raise _ERRORS.get(answer.kind, EngineError)(answer.message)
+                where = "" if rank.process is not None else f"{self._name(rank)}: "
+                raise _ERRORS.get(answer.kind, EngineError)(where + answer.message)
             answers.append(answer)
         return answers
 
@@ -306,14 +393,22 @@ class Ranks:
         """
         poll = select.poll()
         # A pidfd becomes readable when its process exits, and it cannot refer to a new process with the same id.
-        descriptors = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks}
-        for descriptor in [*descriptors, self._wake]:
+        pidfds = {os.pidfd_open(rank.process.pid): rank for rank in self._ranks if rank.process is not None}
+        for descriptor in [*pidfds, self._wake]:
             poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        ended = [descriptors[fd] for fd, _ in poll.poll() if fd in descriptors]
-        for descriptor in [*descriptors, self._wake]:
+        # Of a connection only the end counts: the engine's thread reads what arrives.
+        connections = {rank.channel.fileno(): rank for rank in self._ranks if rank.process is None}
+        for descriptor in connections.keys() - {-1}:
+            poll.register(descriptor, select.POLLRDHUP)
+        watched = pidfds | connections
+        ended = [watched[fd] for fd, _ in poll.poll() if fd in watched]
+        for descriptor in [*pidfds, self._wake]:
             os.close(descriptor)
         if ended and not self._is_closing.is_set():
-            message = f"rank {ended[0].number} of {self.num_ranks} has exited; its error is in the log above"
+            end = "has exited; its error is in the log above"
+            if ended[0].process is None:
+                end = "is lost: it has exited, or its host does not answer; see the log there"
+            message = f"{self._name(ended[0])} {end}"
             logger.error("%s", message)
             # Report first: `abort` makes the engine's thread fail, and the cause must be known by then.
             self._on_lost(message)
@@ -326,6 +421,12 @@ class Ranks:
 def _value(answer: CommandAnswer) -> int:
     """Return the number in a rank's answer; 0 for an answer without one."""
     return answer.value if isinstance(answer, CommandDone) else 0
+
+
+def _part(answer: PartBuilt) -> BlockPart:
+    """Return the part of each block that a rank on another host has described."""
+    heads = None if answer.heads is None else tuple(slice(*one) for one in answer.heads)
+    return BlockPart(None if answer.layers is None else slice(*answer.layers), heads)
 
 
 def _start(number: int) -> _Rank:

@@ -34,6 +34,9 @@ from baton_serve.engine.parallel.commands import (
 )
 from baton_serve.engine.parallel.ranks import Ranks
 
+MAX_GROUP_BYTES = 64 << 20
+"""Size of the blocks that one command copies, in bytes: ranks on other hosts send their parts in one message."""
+
 
 class TPExecutor:
     """Executes each step on all ranks of a tensor-parallel model: it sends the step to the other ranks and computes
@@ -182,7 +185,7 @@ class TPBlockCopier:
         """Copy these blocks from the device to their copies in host memory, which all ranks share. Return when every
         rank has copied its part.
         """
-        if self.is_mirrored and (chosen := list(blocks)):
+        for chosen in self._groups(blocks):
             self._ranks.expect_answer(ToHost(chosen))
             self._own.to_host(chosen)
             self._ranks.wait()
@@ -191,10 +194,17 @@ class TPBlockCopier:
         """Copy these blocks from host memory, which all ranks share, to the device. Return when no rank reads the host
         memory any more.
         """
-        if self.is_mirrored and (chosen := list(blocks)):
+        for chosen in self._groups(blocks):
             self._ranks.expect_answer(FromHost(chosen))
             self._own.from_host(chosen)
             self._ranks.wait()
+
+    def _groups(self, blocks: Iterable[int]) -> Iterator[list[int]]:
+        """Divide blocks into groups whose parts fit into one message; none without a mirror."""
+        chosen = list(blocks) if self.is_mirrored else []
+        size = max(1, MAX_GROUP_BYTES // self._own.block_bytes)
+        for start in range(0, len(chosen), size):
+            yield chosen[start : start + size]
 
     def forget_host(self, blocks: Iterable[int]) -> None:
         # The ranks map the same memory, so rank 0 alone frees it for all.

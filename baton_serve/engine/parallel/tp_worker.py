@@ -1,18 +1,21 @@
 """A rank other than 0: `python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID`.
 
 It is started by process PID and ends with it. It executes the commands that come through the socket, one after another.
+On another host than rank 0's, a process of `services.instance.nodes` connects the socket and calls `run_rank`.
 """
 
 import logging
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -23,7 +26,7 @@ from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, M
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
-from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.staged import StagedForward
@@ -44,6 +47,8 @@ from baton_serve.engine.parallel.commands import (
     KeepAdapter,
     LoadRank,
     MeasureMemory,
+    PartBuilt,
+    PartBytes,
     RankLoaded,
     Replay,
     ReportMemory,
@@ -68,19 +73,25 @@ _KINDS: list[tuple[type[EngineError], ErrorKind]] = [  # subclasses before their
 ]
 
 
+_folders: list[Path] = []
+"""Folders of rank 0 that this process removes if rank 0 is killed."""
+
+
 class TPWorker:
     """Loads one rank's part of a model and executes the commands that rank 0 sends. It lives as long as the rank's
     process.
     """
 
-    def __init__(self, channel: Channel[Command]) -> None:
+    def __init__(self, channel: Channel[Command], folders: Mapping[str, str] | None = None) -> None:
         """Wait for rank 0's first command on `channel`, and load this rank's part of the model as that command says.
         Raises `EngineError` if loading fails.
+
+        `folders` are those of models on this host, by their path on rank 0's host; None: it is the same host.
         """
-        self._channel = channel
+        self._channel, self._is_remote = channel, folders is not None
         first = channel.receive(None)
         if isinstance(first, ReportMemory):
-            device = devices.select_device(first.config.device, first.rank)
+            device = devices.select_device(first.config.device, first.rank % first.config.ranks_per_node)
             self._answer(devices.memory(device).free_bytes)
             first = channel.receive(None)
         if not isinstance(first, LoadRank):
@@ -88,9 +99,11 @@ class TPWorker:
         # Use as many CPU threads as rank 0.
         torch.set_num_threads(first.threads)
         config = first.config
+        # Each host has the model in a folder of its own, for example in the cache of another user.
+        config = replace(config, model=(folders or {}).get(config.model, config.model))
         self._config = config
         self._place = place_of(first.rank, config.tensor_parallel_size, first.num_layers)
-        self._device = devices.select_device(config.device, first.rank)
+        self._device = devices.select_device(config.device, first.rank % config.ranks_per_node)
         self._model = load(config, self._device, lambda what, fraction: None, self._place.shard, self._place.stage)
         self._cache: KVCache | None = None
         self._memory_before = 0
@@ -99,7 +112,7 @@ class TPWorker:
         """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
         `ChannelError`.
         """
-        self._channel.send(self._channel.encode(RankLoaded(self._model.kv_shapes)))
+        self._channel.send(self._channel.encode(RankLoaded(self._model.kv_shapes, self._model.fingerprint)))
         while True:
             self.do(self._channel.receive(None))
 
@@ -122,14 +135,24 @@ class TPWorker:
                 self._executor.store_last_tokens(self._receive_tokens(len(slots)), slots)
             case CopyBlocks():
                 self._blocks.copy_blocks(command.sources, command.targets)
-            case ToHost():
-                self._blocks.to_host(command.blocks)
-                self._answer(0)
-            case FromHost():
-                self._blocks.from_host(command.blocks)
-                self._answer(0)
+            case ToHost() | FromHost():
+                self._copy_to_or_from_host(command)
             case _:
                 self._prepare(command)
+
+    def _copy_to_or_from_host(self, command: ToHost | FromHost) -> None:
+        """Copy blocks to or from the mirror, or on another host to or from messages, and answer."""
+        if isinstance(command, ToHost) and self._is_remote:
+            part = PartBytes(command.blocks, self._blocks.read_part(command.blocks))
+            self._channel.send(self._channel.encode(part))
+            return
+        if isinstance(command, ToHost):
+            self._blocks.to_host(command.blocks)
+        elif command.data is not None:
+            self._blocks.write_part(command.blocks, command.data)
+        else:
+            self._blocks.from_host(command.blocks)
+        self._answer(0)
 
     def _prepare(self, command: Command) -> None:
         """Execute a command that is not part of a step: one of the start of the engine, or one that changes the LoRA
@@ -144,7 +167,6 @@ class TPWorker:
                 self._join(command)
             case BuildCache():
                 self._build(command)
-                self._answer(0)
             case MeasureMemory():
                 used = devices.peak_bytes(self._device) - self._memory_before
                 self._blocks.close()
@@ -160,8 +182,10 @@ class TPWorker:
 
     def _join(self, command: JoinGroup) -> None:
         """Connect with the other ranks, and build what needs their collectives, such as the model's forward."""
-        world, model = World(command.store, self._place, self._device), self._model
-        self._group = world.collectives(maps_memory=not self._config.disable_custom_all_reduce)
+        if not command.store.startswith("tcp://"):
+            _folders.append(Path(command.store).parent)
+        world, model, config = World(command.store, self._place, self._device), self._model, self._config
+        self._group = world.collectives(maps_memory=not config.disable_custom_all_reduce and config.nnodes == 1)
         links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=self._device))
         self._answer(0)  # answer first: rank 0 builds its setup at the same time
         self._model = replace(model, stage_shapes=command.stage_shapes)
@@ -177,20 +201,28 @@ class TPWorker:
         forward.finish(command.count)
 
     def _build(self, command: BuildCache) -> None:
-        """Create this rank's KV cache, whose host memory is shared by all ranks, and the executor that uses it."""
-        descriptor = self._channel.receive_descriptor()
+        """Create this rank's KV cache, on rank 0's host in memory that all ranks there share, and the executor that
+        uses it; then answer.
+        """
+        descriptor = None if self._is_remote else self._channel.receive_descriptor()
         if self._cache is not None:
             self._cache.close()
-        layout, setup = self._setup.layout, self._setup
+        place: KVMemoryKind | None = "device" if self._is_remote else "mirrored"
+        setup = self._setup
         self._cache = KVCache(
-            layout,
+            setup.layout,
             command.num_blocks,
             self._device,
             shared_fd=descriptor,
-            part=self._setup.part,
+            part=setup.part,
+            place=place if self._config.nnodes > 1 else None,
         )
         self._memory_before = devices.reset_peak(self._device)
         self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)
+        if self._is_remote:
+            self._channel.send(self._channel.encode(_built(setup.part)))
+        else:
+            self._answer(0)
 
     @property
     def _adapters(self) -> AdapterStore:
@@ -218,7 +250,7 @@ class TPWorker:
         self._channel.send(self._channel.encode(CommandDone(value)))
 
 
-def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
+def end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
     """Wait until the process with the id `parent` has exited, and then end this process by `leave`. It runs in a
     thread.
 
@@ -232,7 +264,16 @@ def _end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     poll.poll()
+    for folder in _folders:
+        shutil.rmtree(folder, ignore_errors=True)
     leave(1)
+
+
+def _built(part: BlockPart | None) -> PartBuilt:
+    """Return the answer that describes this rank's part of every block."""
+    assert part is not None  # there are several ranks
+    layers = None if part.layers is None else (part.layers.start, part.layers.stop)
+    return PartBuilt(layers, None if part.heads is None else tuple((one.start, one.stop) for one in part.heads))
 
 
 def failure(error: EngineError) -> CommandFailed:
@@ -249,11 +290,18 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process afterwards
     logging.basicConfig(level=logging.WARNING)
     # Start this before anything is loaded: rank 0 may exit during loading.
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    channel: Channel[Command] = Channel(socket.socket(fileno=descriptor), Command, send_timeout_s=SEND_TIMEOUT_S)
+    threading.Thread(target=end_with, args=(parent,), daemon=True).start()
+    return run_rank(socket.socket(fileno=descriptor))
+
+
+def run_rank(connection: socket.socket, folders: Mapping[str, str] | None = None) -> int:
+    """Execute the commands of rank 0 that come through `connection`, and return the exit status: 0 after rank 0 has
+    closed it. For `folders` see `TPWorker`.
+    """
+    channel: Channel[Command] = Channel(connection, Command, send_timeout_s=SEND_TIMEOUT_S)
     worker: TPWorker | None = None
     try:
-        worker = TPWorker(channel)
+        worker = TPWorker(channel, folders)
         worker.serve()
     # Rank 0 has closed the channel: the normal end.
     except ChannelError:

@@ -11,7 +11,7 @@ from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.host_blocks import HostTierMemory
-from baton_serve.engine.kv.kv_cache import KVCache
+from baton_serve.engine.kv.kv_cache import KVCache, KVMemoryKind
 from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
@@ -88,9 +88,11 @@ class KVCacheBuilder:
 
     def make(self, num_blocks: int) -> KVCache:
         """Allocate the KV cache with this number of blocks, on all ranks. If it is in host memory, or has a mirror
-        there, all ranks share one memory."""
-        cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part)
-        self._ranks.build(num_blocks, cache.shared_fd)
+        there, the ranks of one host share one memory."""
+        # Ranks on several hosts have no common memory, so each has its part for itself, and rank 0 the mirror.
+        place: KVMemoryKind | None = "mirrored" if self._config.nnodes > 1 else None
+        cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part, place=place)
+        self._ranks.build(cache)
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:
@@ -101,7 +103,7 @@ class KVCacheBuilder:
             return HostTierMemory(cache, None)
         if cache.is_mirrored:
             raise ConfigError(
-                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.num_ranks} devices of"
+                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.num_ranks} ranks of"
                 " tensor_parallel_size and pipeline_parallel_size holds a part of every block: leave one of the two out"
             )
         num_slots = num_bytes // cache.block_bytes

@@ -95,7 +95,7 @@ _CERTAIN_VALUES = (
     ("speculative decoding is not supported", "--num-lookahead-slots", "0"),
     ("preempted sequences are computed again", "--preemption-mode", "recompute"),
     (
-        "ranks are processes that the instance starts on its own host, for each of these backends",
+        "ranks are processes that the instance starts by itself, on several hosts with --nnodes",
         "--distributed-executor-backend",
         "mp uni ray external_launcher",
     ),
@@ -132,7 +132,10 @@ _REFUSED = (
     ("hide /docs and /openapi.json at the proxy before the router", "--disable-fastapi-docs"),
     ("start the processes by themselves: baton router, baton prefill, baton decode", "--headless --data-parallel-rank"),
     ("start more instances with --prefill, --decode or --unified", "--data-parallel-size-local -dpl"),
-    ("ranks are processes of one host: start an instance on each host", "--nnodes --node-rank --master-addr"),
+    (
+        "start an instance on several hosts by itself: baton prefill, decode or unified, with this flag",
+        "--nnodes -n --node-rank -r --master-addr --master-port",
+    ),
     ("use --middleware, or start the offline API (LLM)", "--logits-processors"),
     ("use --tool-call-parser with one of its names", "--tool-parser-plugin --tool-server"),
     ("listen on --host and --port", "--uds"),

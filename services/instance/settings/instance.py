@@ -376,7 +376,7 @@ def visible_device(settings: InstanceSettings) -> dict[str, str]:
         return {}
     first = settings.device_index
     # Both variables are set because the device kind is not known yet: torch must not be imported before they are set.
-    mask = ",".join(map(str, range(first, first + settings.num_devices)))
+    mask = ",".join(map(str, range(first, first + settings.devices_per_node)))
     return {"ZE_AFFINITY_MASK": mask, "CUDA_VISIBLE_DEVICES": mask}
 
 

@@ -1,0 +1,1 @@
+"""Instances on several hosts (`--nnodes`): the hosts meet at the first one, and the others run ranks only."""
