@@ -398,8 +398,7 @@ class FusedForward:
         query, key, value = heads[:, : -2 * kv], heads[:, -2 * kv : -kv], heads[:, -kv:]
         if layer.query_norm is not None and layer.key_norm is not None:
             query, key = self._normed_heads(query, key, layer.query_norm, layer.key_norm)
-        interleaved = self._is_interleaved
-        self._kernels.rotary_store(query, key, value, rotation, cache, meta.slots, interleaved=interleaved)
+        self._kernels.rotary_store(query, key, value, rotation, cache, meta.slots, interleaved=self._is_interleaved)
         return self._backend.attend(query, cache, meta, self._specs[number]).flatten(1)
 
     def _normed_heads(self, query: Tensor, key: Tensor, query_norm: Norm, key_norm: Norm) -> tuple[Tensor, Tensor]:
