@@ -77,6 +77,9 @@ class EngineConfig:
     """Fraction of the device's memory, from 0 to 1, that this process may use in all, the KV cache included."""
     kv_cache_bytes: int | None = None
     """Size of the KV cache in bytes, for each device (on CPUs for all ranks); it overrides `gpu_memory_utilization`."""
+    cpu_offload_gb: float = 0.0
+    """Memory in GiB of each device that is saved by keeping weights of some layers in host memory; each step copies
+    them to the device."""
     host_kv_bytes: int = 0
     """Size of the host tier in bytes: host memory for KV blocks that the device evicts; 0: evicted blocks are lost."""
     block_size: int | None = None
@@ -183,6 +186,7 @@ class EngineConfig:
             raise ConfigError(
                 "host_kv_bytes keeps cached prefixes, but enable_prefix_caching is off: set only one of them"
             )
+        self._check_offload()
         self._check_adapters()
         self._check_stages()
         if self.max_logprobs < 0:
@@ -245,6 +249,13 @@ class EngineConfig:
                 f"load_format bitsandbytes rounds weights to NF4, and quantization is {self.quantization}: use one of"
                 " the two"
             )
+
+    def _check_offload(self) -> None:
+        """Check `cpu_offload_gb`. Raises `ConfigError` if it is negative, or set together with adapters."""
+        if self.cpu_offload_gb < 0:
+            raise ConfigError(f"cpu_offload_gb is {self.cpu_offload_gb}; it must not be negative")
+        if self.cpu_offload_gb and self.enable_lora:
+            raise ConfigError("cpu_offload_gb moves weights that enable_lora adds to: use one of the two")
 
     def _check_stages(self) -> None:
         """Check the settings of pipeline parallelism and of several hosts. Raises `ConfigError` if they contradict each

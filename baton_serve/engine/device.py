@@ -134,6 +134,12 @@ def is_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+def weights_device(device: torch.device, offload_gib: float) -> torch.device:
+    """Return where the weights of a model for `device` are loaded to: the CPU if `offload_gib` GiB of them shall stay
+    in host memory, since they may not fit on the device together."""
+    return torch.device("cpu") if offload_gib else device
+
+
 def device_name(device: torch.device) -> str:
     """Return the name of the device's model, such as `Intel(R) Arc(TM) B580 Graphics`; empty for the CPU."""
     return "" if device.type == "cpu" else str(_module(device).get_device_name(device))

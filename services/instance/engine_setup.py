@@ -64,6 +64,7 @@ def engine_config(settings: InstanceSettings, role: Role) -> EngineConfig:
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         kv_cache_bytes=settings.kv_cache_memory_bytes,
+        cpu_offload_gb=settings.cpu_offload_gb,
         host_kv_bytes=int(settings.host_kv_gb * (1 << 30)),
         block_size=settings.block_size,
         num_gpu_blocks_override=settings.num_gpu_blocks_override,

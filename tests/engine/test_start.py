@@ -11,8 +11,17 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.engine import CapacityError, ConfigError, Engine, ModelError, UnsupportedModelError
+from baton_serve.engine import (
+    CapacityError,
+    ConfigError,
+    Engine,
+    EngineConfig,
+    ModelError,
+    UnsupportedModelError,
+    device,
+)
 from baton_serve.engine.kv.capacity import DeviceWeights, check_fit, check_host
+from baton_serve.engine.loading import loader_choice
 from baton_serve.engine.model import attention_adapters
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import MAX_POSITIONS, REFUSED, SLIDING_WINDOW
@@ -117,7 +126,10 @@ def test_the_formats_and_the_number_of_devices_that_fit_are_named() -> None:
     )  # 8 MiB a block
     weights = DeviceWeights(14 << 30)
     # 16 GiB of cache are needed and 9 available: half of it fits, and so do 14 + 16 GiB on two devices of 14 + 9.
-    words = r"is 73728: .*; or set kv_cache_dtype fp8; or set quantization fp8; or divide the model over 2 such devices"
+    words = (
+        r"is 73728: .*; or set kv_cache_dtype fp8; or set quantization fp8; or divide the model over 2 such devices"
+        r" \(pipeline_parallel_size\); or set cpu_offload_gb 7, which is slower"
+    )
     with pytest.raises(CapacityError, match=words):
         check_fit(layout, 9 * 128, 131_072, weights)
     with pytest.raises(CapacityError) as refused:
@@ -292,3 +304,16 @@ def test_a_window_that_only_the_mask_of_a_model_has_is_refused(tmp_path: Path, m
     monkeypatch.delitem(attention_adapters._ADAPTERS, "PhimoeAttention")
     with pytest.raises(UnsupportedModelError, match=r"PhimoeForCausalLM .* sliding window of 24 tokens"):
         make_engine(folder)
+
+
+def test_weights_that_do_not_fit_name_what_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "llama", "llama")
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(loader_choice, "_load", fail)
+    monkeypatch.setattr(loader_choice, "_file_bytes", lambda config: 64 << 30)
+    monkeypatch.setattr(device, "memory", lambda _: device.MemoryInfo(0, 24 << 30))
+    with pytest.raises(CapacityError, match=r"64\.0 GiB.* sym_int4; or divide .* 4 such devices.* cpu_offload_gb 45"):
+        loader_choice.load(EngineConfig(model=str(folder)), torch.device("cpu"), lambda what, fraction: None)

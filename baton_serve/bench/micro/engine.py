@@ -353,6 +353,7 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
     return EngineConfig(
         tensor_parallel_size=options.tensor_parallel_size,
         disable_custom_all_reduce=options.disable_custom_all_reduce,
+        cpu_offload_gb=options.cpu_offload_gb,
         model=model,
         device=options.device,
         dtype="bfloat16",
@@ -417,6 +418,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="number of devices over which the model is split"
+    )
+    made.add_argument(
+        "--cpu-offload-gb", type=float, default=0.0, help="memory to save by weights in host memory, in GiB"
     )
     made.add_argument(
         "--disable-custom-all-reduce", action="store_true", help="sum over devices with the communication library only"

@@ -27,6 +27,7 @@ from baton_serve.engine.model.speech import load_audio
 from baton_serve.engine.model.staged import StagedForward, StagePart
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
+from baton_serve.engine.model.weight_offload import offload_weights
 
 CHECKPOINT_TOKENS = 4096
 """Distance between the checkpoints of recurrent states inside a prompt, in tokens. A checkpoint is as large as the KV
@@ -52,6 +53,7 @@ class EngineSetup:
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
         defaults = devices.defaults(device)
+        model = replace(model, offload=offload_weights(model.module, model.name, device, config.cpu_offload_gb))
         layer_groups = _layer_groups(config, model)
         self.layout = _layout(config, model, config.block_size or defaults.block_tokens, layer_groups)
         self.states = model.states
@@ -119,6 +121,7 @@ class EngineSetup:
             # The C++ of all layers lets no token see a later one.
             may_call_once=self.kernels.has_decoder and not keeps_images_whole,
         )
+        self.weight_bytes -= 0 if model.offload is None else model.offload.saved_bytes
         # A stage computes without its neighbours; here it is connected with them.
         self.forward = chosen if links is None else StagedForward(cast(StagePart, chosen), links)
         for given in config.adapters_at_start:

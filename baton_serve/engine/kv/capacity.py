@@ -1,6 +1,7 @@
 """Computes how many KV blocks fit, and checks that one request of full length fits. Only arithmetic and messages."""
 
 import logging
+import math
 from dataclasses import dataclass
 
 import torch
@@ -159,6 +160,9 @@ def _other_ways(layout: KVLayout, needed: int, available: int, weights: DeviceWe
     if available + whole > 0:
         count = -(-(whole + needed) * weights.num_ranks // (whole + available))
         ways.append(f"divide the model over {count} such devices (pipeline_parallel_size)")
+    missing = needed - available
+    if 4 * missing < 3 * weights.num_bytes:  # two layers stay as buffers
+        ways.append(f"set cpu_offload_gb {math.ceil(10 * missing / (1 << 30)) / 10:g}, which is slower")
     return ways
 
 

@@ -1,18 +1,22 @@
 """Loads a model: dense decoders by this project's own code, all others through transformers."""
 
 import json
+import math
 from dataclasses import replace
 
 import torch
 
-from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.model_path import gguf_parts, model_folder
+from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import CapacityError
+from baton_serve.engine.loading.gguf import gguf_file
 from baton_serve.engine.loading.native.loader import load_dense
 from baton_serve.engine.model.fingerprint import versioned
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
-from baton_serve.engine.model_folder import read_config
+from baton_serve.engine.model_folder import read_config, weight_files
 
 
 def count_layers(config: EngineConfig) -> int:
@@ -40,11 +44,38 @@ def load(
     """Load a model that generates text, or one rank's part of it, onto the device `target`: without transformers if
     possible. `shard` and `stage` are the part by tensor and by pipeline parallelism.
 
-    Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
-    not supported.
+    Raises `ModelError` for broken files, `UnsupportedModelError` or `ConfigError` for a model or settings that are not
+    supported, and `CapacityError` if the weights are larger than the device's memory.
     """
-    model = _load(config, target, progress, shard, stage)
+    try:
+        model = _load(config, target, progress, shard, stage)
+    except torch.OutOfMemoryError as exc:
+        size = _file_bytes(config) // config.num_ranks
+        raise CapacityError(_too_large(config, size, devices.memory(target).total_bytes)) from exc
     return replace(model, fingerprint=versioned(model.fingerprint, config.weights_version))
+
+
+def _too_large(config: EngineConfig, num_bytes: int, total_bytes: int) -> str:
+    """Return the message for weights that do not fit on a device. `num_bytes` is the size of one rank's part as it is
+    stored, and `total_bytes` the memory of one device. It names settings with which they would fit."""
+    # The largest step and a short KV cache need about a fifth of the device.
+    usable = max(1, total_bytes * 4 // 5)
+    ranks = max(config.num_ranks + 1, -(-num_bytes * config.num_ranks // usable))
+    ways = ["set quantization sym_int4"] if config.rounding is None else []
+    ways.append(f"divide the model over {ranks} such devices (tensor_parallel_size or pipeline_parallel_size)")
+    missing = max(1, num_bytes - usable)
+    ways.append(f"set cpu_offload_gb {math.ceil(config.cpu_offload_gb + missing / (1 << 30))}, which is slower")
+    return (
+        f"the weights of {config.model} ({num_bytes / (1 << 30):.1f} GiB for each device, as they are stored) do not"
+        f" fit on a device with {total_bytes / (1 << 30):.1f} GiB: {'; or '.join(ways)}"
+    )
+
+
+def _file_bytes(config: EngineConfig) -> int:
+    """Return the size in bytes of the files from which a model's weights are read."""
+    folder, gguf = model_folder(config.model), gguf_file(config)
+    files = weight_files(folder, config.load_format, config.loader.pattern) if gguf is None else gguf_parts(gguf)
+    return sum(file.stat().st_size for file in files)
 
 
 def _load(

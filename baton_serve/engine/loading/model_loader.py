@@ -45,6 +45,7 @@ from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
 from baton_serve.engine.model.staged import is_within, keep_layers
 from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
+from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -80,6 +81,8 @@ def load_model(
     text_config = hf_config.get_text_config()
     refuse_unsupported(name, text_config)
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
+    refuse_offload(target, config.cpu_offload_gb)
+    target = device.weights_device(target, config.cpu_offload_gb)
     max_model_len = max_model_len_of(config, text_config)
     check_index(name, text_config, max_model_len)
     # The attention function must be known before a model that uses it is built.

@@ -34,7 +34,8 @@ from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model.recurrent import PackedMixers, install_steps
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
-from baton_serve.engine.model.staged import StagedModule
+from baton_serve.engine.model.staged import StagedModule, own_layers
+from baton_serve.engine.model.weight_offload import WeightOffload
 
 
 class LogitParts(Protocol):
@@ -245,6 +246,17 @@ def _keeps_modules(model: LoadedModel, kernels: LayerKernels) -> bool:
     return (is_packed or not model.is_whole) and family is not None and has_mixers(model.module, family)
 
 
+def _hold_layers(module: nn.Module, offload: WeightOffload, kernels: LayerKernels) -> None:
+    """Move the layers of `offload` to host memory, and make transformers' modules fetch them when they run."""
+    layers = own_layers(cast(Any, module).model.layers)
+    for number, layer in enumerate(layers):
+        if number in offload:
+            offload.to_device(layer)
+            install(layer, kernels)
+            offload.hold(number, (layer,), (kernels,))
+    offload.add_hooks(layers)
+
+
 def choose_forward(
     model: LoadedModel,
     backend: AttentionBackend,
@@ -267,7 +279,7 @@ def choose_forward(
                 f"{model.name} has cross-attention, which LoRA adapters do not support: leave out enable_lora"
             )
         return CrossAttentionForward(model, backend)
-    is_plain = model.is_whole and model.stage.is_whole and adapters is None and may_call_once
+    is_plain = model.is_whole and model.stage.is_whole and adapters is None and may_call_once and model.offload is None
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)
     if adapters is not None and fused_adapted.fits(model.module):
@@ -278,6 +290,8 @@ def choose_forward(
         raise UnsupportedModelError(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"
         )
+    if model.offload is not None:
+        _hold_layers(model.module, model.offload, kernels)
     install(model.module, kernels)
     if isinstance(kernels, CpuLayers):
         pack_modules(model.module, model.dtype, kernels.library)

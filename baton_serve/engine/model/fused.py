@@ -45,6 +45,7 @@ from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.mixture_of_experts import Mixture, SharedExpert, pack_mixture, shared_expert
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
 from baton_serve.engine.model.staged import own_layers
+from baton_serve.engine.model.weight_offload import WeightOffload
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,9 @@ class FusedForward:
         self._head = _linear(module.lm_head, kernels) if model.stage.is_first else None
         self._final_norm = family.norm_of(module.model.norm)
         last_norm = self._final_norm if self._is_last else None
-        self._layers = pack_layers(module, family, MixerTools(kernels, mixers, backend), last_norm)
+        self._offload = model.offload
+        tools = MixerTools(kernels, mixers, backend)
+        self._layers = pack_layers(module, family, tools, last_norm, self._offload)
         first = 0 if model.stage.is_whole else model.stage.layers.start
         self._kv_number = {layer - first: number for number, layer in enumerate(model.attending_layers)}
         self._specs = model.specs
@@ -166,7 +169,8 @@ class FusedForward:
         self._like = torch.empty(0, device=self._final_norm.weight.device)
         collectives.prepare(self._final_norm.weight)
         self._row = None
-        if model.is_whole and model.stage.is_whole and self._is_plain(family):
+        is_resident = model.offload is None  # the kernel of all layers reads them in any order
+        if model.is_whole and model.stage.is_whole and is_resident and self._is_plain(family):
             layers = cast(list[RowLayer], self._layers)  # plain layers have all norms
             self._row = row_kernel(self._like.device, layers, self._specs, self._head_dim, self._num_kv_heads)
         self.adapter_slots: AdapterSlots | None = None
@@ -236,6 +240,8 @@ class FusedForward:
         rows = inputs.logit_rows if self._is_last else None
         hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
+            if self._offload is not None:
+                self._offload.enter(number)
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
             attended = self._mix(number, heads, rotations, layers, inputs)
             then = None if layer.gate_up is None else layer.gate_up.weight
@@ -253,6 +259,8 @@ class FusedForward:
                 hidden = self._linear_join(gated, layer.down, residual, layer.after_mlp, then)
             else:
                 hidden = self._join_of_sum(self._mlp(layer, hidden), residual, layer.after_mlp)
+            if self._offload is not None:
+                self._offload.leave(number)
             hidden = self._with_images(number, hidden, residual, inputs)
         return hidden
 
@@ -460,28 +468,35 @@ class FusedForward:
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
 
 
-def pack_layers(module: Any, family: FamilyDescription, tools: MixerTools, final_norm: Norm | None) -> list[Layer]:
+def pack_layers(
+    module: Any,
+    family: FamilyDescription,
+    tools: MixerTools,
+    final_norm: Norm | None,
+    offload: WeightOffload | None = None,
+) -> list[Layer]:
     """Join and pack the weights of the decoder layers of a transformers model that this pipeline stage holds.
 
-    `final_norm` is the norm after the last layer; None if another stage follows.
+    `final_norm` is the norm after the last layer; None if another stage follows. The layers of `offload` are packed on
+    the device, and then moved to host memory one by one.
     """
     layers = own_layers(module.model.layers)
     following = [*(family.norm_at(layer, family.input_norm) for layer in layers[1:]), final_norm]
     residual_scale = scales_of(family, module.config).residual
     has_silu = getattr(module.config, family.activation) != GELU_TANH  # the only activation of grouped products
-    return [
-        _pack_layer(
-            layer,
-            family,
-            tools,
-            ResidualSum(
-                family.norm_at(layer, family.attention_norm), family.norm_at(layer, family.mlp_norm), residual_scale
-            ),
-            ResidualSum(family.norm_at(layer, family.mlp_output_norm), after, residual_scale),
-            can_mix=has_silu,
+    packed: list[Layer] = []
+    for number, (layer, after) in enumerate(zip(layers, following, strict=True)):
+        is_held = offload is not None and number in offload
+        if offload is not None and is_held:
+            offload.to_device(layer)
+        attention = ResidualSum(
+            family.norm_at(layer, family.attention_norm), family.norm_at(layer, family.mlp_norm), residual_scale
         )
-        for layer, after in zip(layers, following, strict=True)
-    ]
+        mlp = ResidualSum(family.norm_at(layer, family.mlp_output_norm), after, residual_scale)
+        packed.append(_pack_layer(layer, family, tools, attention, mlp, can_mix=has_silu))
+        if offload is not None and is_held:
+            offload.hold(number, (layer, packed[-1]), (tools.layers, tools.mixers, tools.attention))
+    return packed
 
 
 def _pack_layer(

@@ -14,6 +14,7 @@ from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart
 from baton_serve.engine.model.attention_parts import HeadRange
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
+from baton_serve.engine.model.weight_offload import WeightOffload
 
 LoadProgress = Callable[[str, float], None]
 """Called with the current phase of loading and its finished fraction, from 0 to 1."""
@@ -62,6 +63,8 @@ class LoadedModel:
     models without cross-attention."""
     has_position_rows: bool = False
     """True if the positions of image tokens have three parts (M-RoPE)."""
+    offload: WeightOffload | None = None
+    """The decoder layers whose weights are in host memory; None: all weights are on the device."""
     stage_shapes: tuple[tuple[KVShape, ...], ...] = ()
     """The `kv_shapes` of each stage. It is known when all stages are loaded, and empty for the only stage."""
 

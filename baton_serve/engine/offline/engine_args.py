@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "config_format": ("auto", "hf"),
-    "cpu_offload_gb": (0, None),
     "data_parallel_size": (1,),
     "distributed_executor_backend": (None, "mp", "uni", "ray", "external_launcher"),
     "enable_log_requests": (False,),

@@ -90,7 +90,6 @@ _VALUES = (
 # Scripts often state defaults, so each default of vLLM is among the values that change nothing.
 _CERTAIN_VALUES = (
     ("start more instances, or give the flag to baton serve", "--data-parallel-size -dp --dp", "1"),
-    ("weights stay on the device; --quantization makes them smaller", "--cpu-offload-gb", "0 0.0"),
     ("steps do not wait for more prompts", "--scheduler-delay-factor", "0 0.0"),
     ("speculative decoding is not supported", "--num-lookahead-slots", "0"),
     ("preempted sequences are computed again", "--preemption-mode", "recompute"),

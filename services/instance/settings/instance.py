@@ -242,6 +242,15 @@ class InstanceSettings(AdapterSettings, frozen=True, kw_only=True):
             extra={"aliases": ["--kv-cache-memory"]},
         ),
     ] = None
+    cpu_offload_gb: Annotated[
+        float,
+        Meta(
+            description="memory of each device, in GiB, to save by keeping weights of some layers in pinned host"
+            " memory; every step copies them to the device, layer by layer beside the computation. For models that"
+            " do not fit otherwise; 0: all weights stay on the device",
+            ge=0,
+        ),
+    ] = 0.0
     host_kv_gb: Annotated[
         float,
         Meta(

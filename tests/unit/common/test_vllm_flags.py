@@ -119,7 +119,6 @@ def test_a_flag_that_asks_for_what_is_done_anyway_is_noted_and_sets_nothing(argv
         (["--max-num-partial=2"], "the scheduler decides"),
         (["--speculative_model", "[ngram]"], "speculative decoding is not supported"),
         (["--no-enable-chunked-prefill"], "leave it out; prompts are always computed in chunks"),
-        (["--cpu-offload-gb", "4"], "--quantization makes them smaller"),
         (["--max-model-le"], "expected one argument"),
         (["--max-num"], "ambiguous option: --max-num could match"),
         (["--compilation-config", "{"], "neither a number nor a JSON object"),

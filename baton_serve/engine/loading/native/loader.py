@@ -21,6 +21,7 @@ from baton_serve.engine.model.fingerprint import weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.rank_parts import RankParts
 from baton_serve.engine.model.staged import keep_layers
+from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weight_files
 
 
@@ -40,6 +41,8 @@ def load_dense(
     progress("loading weights", 0.0)
     asked = None if dense.dtype is None else devices.DTYPES[dense.dtype]
     dtype = devices.select_dtype(target, config.dtype, asked)
+    refuse_offload(target, config.cpu_offload_gb)
+    target = devices.weights_device(target, config.cpu_offload_gb)
     max_model_len = max_model_len_of(config, dense)
     gguf = gguf_file(config)
     parts = (dense, dtype, target, stage)
