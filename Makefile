@@ -21,11 +21,12 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup setup-tests demo test test-computations test-processes test-intel fuzz fuzz-bodies check house sweep format clean bench
+.PHONY: setup setup-tests demo demo-vision test test-computations test-processes test-intel fuzz fuzz-bodies check house sweep format clean bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    a local cluster (router + prefill + decode) answers a chat; TORCH_INDEX=... picks other torch wheels"
+	@echo "make demo-vision  a local cluster reads numbers in pictures"
 	@echo "make setup   install what serving needs in .venv"
 	@echo "make test    install what the tests need as well, and run the whole test suite; NO_APT=1 installs no system packages"
 	@echo "make test-intel  the transports over genuine oneCCL and SYCL memory, on this CPU, in a .venv-intel of its own"
@@ -60,6 +61,9 @@ setup-tests: $(VENV)/.installed-tests
 
 demo: setup
 	@$(BIN)/python -m baton_serve.services.local.demo
+
+demo-vision: setup
+	@$(BIN)/python -m tools.vision_demo.demo
 
 # Processes, half of whose time is waiting, beside computations that take one core and have no deadlines. Each of the two
 # says what it has to say when it has ended. All in one process: .venv/bin/python -m pytest
