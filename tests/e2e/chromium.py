@@ -17,6 +17,8 @@ from typing import Any, Self
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--remote-debugging-pipe"]
 FLAGS += ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+# A microphone that beeps, which pages may use without a question to a user.
+FLAGS += ["--use-fake-ui-for-media-stream", "--use-fake-device-for-media-stream"]
 LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )

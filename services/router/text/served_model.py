@@ -122,6 +122,15 @@ class ServedModel:
         self._trusts_requests = settings.trust_request_chat_template
 
     @property
+    def inputs(self) -> list[str]:
+        """Return what the model reads beside text: `image` and `audio` in chats, `speech` in files that it
+        transcribes.
+        """
+        parts = self.media_placeholders
+        found = {"image": "image_url" in parts, "audio": "input_audio" in parts, "speech": self.speech is not None}
+        return [name for name, is_read in found.items() if is_read]
+
+    @property
     def media_placeholders(self) -> dict[str, str]:
         """Return the texts that chat templates write for images and videos, by the type of a content part. A type that
         the model does not accept is missing.
