@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_serve.audio_samples import Samples, cuts, mono, pcm, resampled
+from baton_serve.audio_samples import Samples, cuts, mono, resampled, wav_of
 from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES, Cut, CutterLimits, Window
 
 FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "W64"})
@@ -66,12 +66,12 @@ def _prepare(limits: CutterLimits) -> None:
 def _cut(data: bytes, limits: CutterLimits) -> Cut:
     """Decode a file and cut it into windows."""
     try:
-        samples = _decoded(data, limits)
+        samples = decoded(data, limits)
         if not len(samples):
             raise AudioError("the file has no audio")
-        bounds = cuts(samples, limits.rate_hz, limits.window_s)
+        bounds = _bounds(samples, limits)
         windows = [
-            Window(start / limits.rate_hz, (end - start) / limits.rate_hz, _wav(samples[start:end], limits.rate_hz))
+            Window(start / limits.rate_hz, (end - start) / limits.rate_hz, wav_of(samples[start:end], limits.rate_hz))
             for start, end in pairwise(bounds)
         ]
         return Cut(duration_s=len(samples) / limits.rate_hz, windows=windows)
@@ -81,7 +81,14 @@ def _cut(data: bytes, limits: CutterLimits) -> Cut:
         return Cut(error="the file needs too much memory")
 
 
-def _decoded(data: bytes, limits: CutterLimits) -> Samples:
+def _bounds(samples: Samples, limits: CutterLimits) -> list[int]:
+    """Return the positions at which audio is cut, its begin and its end among them."""
+    if limits.heard_s is None:
+        return cuts(samples, limits.rate_hz, limits.window_s)
+    return [0, min(len(samples), int(limits.heard_s * limits.rate_hz))]
+
+
+def decoded(data: bytes, limits: CutterLimits) -> Samples:
     """Return the samples of a file at the wanted rate. Raises `AudioError`."""
     opened = _opened(data)
     rate, channels, frames = opened.rate_hz, opened.channels, opened.frames
@@ -155,17 +162,6 @@ def _opened(data: bytes) -> _Wav | _Sound:
         return _Sound(library, data)
     except (library.LibsndfileError, RuntimeError, TypeError, ValueError) as exc:
         raise AudioError("it cannot be decoded: send WAV, FLAC, OGG (Vorbis or Opus) or MP3") from exc
-
-
-def _wav(samples: Samples, rate_hz: int) -> bytes:
-    """Return samples as a WAV file."""
-    out = BytesIO()
-    with wave.open(out, "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(SAMPLE_BYTES)
-        file.setframerate(rate_hz)
-        file.writeframes(pcm(samples))
-    return out.getvalue()
 
 
 if __name__ == "__main__":

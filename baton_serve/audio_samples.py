@@ -4,13 +4,20 @@ Instances and the router's process that decodes files use these functions; the r
 """
 
 from math import ceil, gcd, pi
+from struct import pack, unpack
 
 import numpy as np
 from numpy.typing import NDArray
 
+from baton_serve.contracts.audio import HEADER_BYTES, SAMPLE_BYTES, is_wav
+
 Samples = NDArray[np.float32]
 """Samples of one channel, from -1 to 1."""
 
+_HEADER = "<4sI4s4sIHHIIHH4sI"
+"""The fields of a WAV file before its samples, as `struct` names them."""
+_INTEGERS, _FLOATS = 1, 3
+"""The format of a WAV file's samples, as its header states it."""
 FILTER_ZEROS = 24
 """Zero crossings of the resampling filter on each side. More make a steeper filter."""
 PASS_BAND = 0.94
@@ -27,11 +34,42 @@ def mono(samples: NDArray[np.int16]) -> Samples:
     return np.asarray(samples.mean(axis=1, dtype=np.float32) / 32768.0, dtype=np.float32)
 
 
-def pcm(samples: Samples) -> bytes:
-    """Return samples as the bytes of 16-bit integers, little-endian."""
-    # A sample of exactly 1 would become 32768, which does not fit into 16 bits.
-    whole: NDArray[np.int16] = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2")
-    return whole.tobytes()
+def wav_of(samples: Samples, rate_hz: int, *, is_exact: bool = False) -> bytes:
+    """Return samples as a WAV file with 16-bit integers, or with `is_exact` with floats as they are."""
+    if is_exact:
+        data, tag, size = samples.astype("<f4").tobytes(), _FLOATS, 4
+    else:
+        # A sample of exactly 1 would become 32768, which does not fit into 16 bits.
+        data = np.clip(np.rint(samples * 32768.0), -32768, 32767).astype("<i2").tobytes()
+        tag, size = _INTEGERS, SAMPLE_BYTES
+    body = HEADER_BYTES - 8 + len(data)
+    fields = (b"RIFF", body, b"WAVE", b"fmt ", 16, tag, 1, rate_hz, rate_hz * size, size, 8 * size, b"data", len(data))
+    return pack(_HEADER, *fields) + data
+
+
+def has_floats(data: bytes | memoryview) -> bool:
+    """Return whether a file begins like a WAV file with floats that `wav_of` has written."""
+    return len(data) > HEADER_BYTES and is_wav(data) and int(unpack(_HEADER, data[:HEADER_BYTES])[5]) == _FLOATS
+
+
+def read_wav(data: bytes | memoryview) -> tuple[Samples, int]:
+    """Return the samples of a WAV file that `wav_of` has written, and its rate in Hz. Raises `ValueError` for any other
+    file."""
+    if len(data) <= HEADER_BYTES:
+        raise ValueError("it has no samples")
+    fields = unpack(_HEADER, data[:HEADER_BYTES])
+    tag, rate_hz, size, count = fields[5], fields[7], fields[9], fields[12]
+    expected = (b"RIFF", HEADER_BYTES - 8 + count, b"WAVE", b"fmt ", 16, tag, 1, rate_hz, rate_hz * size, size)
+    is_known = (tag, size) in ((_INTEGERS, SAMPLE_BYTES), (_FLOATS, 4))
+    if not is_known or fields[:10] != expected or count != len(data) - HEADER_BYTES or count % size:
+        raise ValueError("it is not a WAV file of one channel as instances take it")
+    body = data[HEADER_BYTES:]
+    if tag == _INTEGERS:
+        return mono(np.frombuffer(body, dtype="<i2")[:, None]), rate_hz
+    samples = np.frombuffer(body, dtype="<f4").astype(np.float32)
+    if not np.isfinite(samples).all():
+        raise ValueError("it has samples that are no numbers")
+    return samples, rate_hz
 
 
 def resampled(samples: Samples, rate_hz: int, wanted_hz: int) -> Samples:

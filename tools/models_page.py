@@ -71,6 +71,21 @@ family is one file beside `baton_serve/contracts/vision/registry.py` and one lin
 Of other vision models the text is served (see [below](#every-family-of-transformers)); an image that is sent to them
 gets status 400.
 
+## Models that hear audio in chats
+
+| Models | `model_type` | An audio becomes |
+|---|---|---|
+| Qwen2-Audio | `qwen2_audio` | 25 tokens a second, of its first 30 s |
+| Voxtral | `voxtral` | 375 tokens for each 30 s, up to 17 minutes |
+| Qwen2.5-Omni (text out) | `qwen2_5_omni` | 25 tokens a second, of its first 300 s; images as Qwen2.5-VL's |
+| Qwen3-Omni (text out) | `qwen3_omni_moe` | 13 tokens a second, up to 17 minutes; images as Qwen3-VL's |
+
+Longer audio is cut where transformers' processor cuts it, and else gets status 400. Voxtral's folder needs a
+`tokenizer.json` and a chat template that writes the audio token. Tests compare prompts and greedy answers with
+transformers (`tests/engine/test_sounds.py`, `tests/e2e/test_sounds.py`). Omni models do not speak here. Their videos
+get status 400, and so does audio for any other model. A new family is one class in
+`baton_serve/contracts/vision/sounds.py`.
+
 ## Models that transcribe audio
 
 Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), on one rank and without LoRA adapters.

@@ -9,6 +9,8 @@ import msgspec
 
 SAMPLE_BYTES = 2
 """Bytes of one sample of one channel."""
+HEADER_BYTES = 44
+"""Bytes before the samples of a WAV file that this project writes."""
 MAX_RATE_HZ = 96_000
 """Highest sample rate of a file."""
 RATE_STEP_HZ = 25
@@ -21,15 +23,22 @@ class CutterLimits(msgspec.Struct, frozen=True, kw_only=True):
     """How audio files are cut into windows, and the limits for one file. `rate_hz` and `window_s` are what the speech
     model takes.
 
-    `max_s` bounds the length of the audio, `cpu_s` the processor time for it, and `memory_bytes` the address space in
-    addition to that of the process itself.
+    With `heard_s`, a file has a single window instead, whose length in seconds is at most this; what follows is left
+    out. `max_s` bounds the length of the audio, `cpu_s` the processor time for it, and `memory_bytes` the address space
+    in addition to that of the process itself.
     """
 
     rate_hz: int
     window_s: float
+    heard_s: float | None = None
     max_s: float = 7200.0
     cpu_s: float = 60.0
     memory_bytes: int = 2 * 1024 * 1024 * 1024
+
+
+def is_wav(data: bytes | memoryview) -> bool:
+    """Return whether a file is a WAV file, by its first bytes. No image format and no header of media has them."""
+    return bytes(data[:4]) == b"RIFF" and bytes(data[8:12]) == b"WAVE"
 
 
 class Window(msgspec.Struct, frozen=True):

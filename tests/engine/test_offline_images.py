@@ -80,8 +80,10 @@ def test_wrong_images_are_refused_and_leave_nothing(llm: LLM) -> None:
         prompt: Any = {"prompt": text, "multi_modal_data": data}
         llm.generate(prompt, params, use_tqdm=False)
 
-    with pytest.raises(ConfigError, match="audio is not supported"):
-        ask({"audio": b"x"})
+    with pytest.raises(ConfigError, match="depth is not supported"):
+        ask({"depth": b"x"})
+    with pytest.raises(ConfigError, match="does not accept audio here: audio in chats is read by"):
+        ask({"audio": np.zeros(900)})
     with pytest.raises(ConfigError, match="a Pillow image, an array or the bytes of a file, not str"):
         ask({"image": "a path"})
     with pytest.raises(RequestError, match="2 images, but the prompt has 1 image tokens"):

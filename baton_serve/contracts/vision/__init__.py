@@ -7,13 +7,16 @@ folder (`facts`), so that a router can count and hash prompts without torch.
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError, num_embeddings
 from baton_serve.contracts.vision.placeholders import expand_runs, media_spans, write_parts, write_parts_as_tokens
-from baton_serve.contracts.vision.registry import SERVED, configured, image_family, why_unread
+from baton_serve.contracts.vision.registry import HEARD, SERVED, configured, image_family, why_unread
+from baton_serve.contracts.vision.sound_rules import SoundRules
 
 __all__ = [
+    "HEARD",
     "SERVED",
     "ImageFamily",
     "MediaText",
     "Parts",
+    "SoundRules",
     "UnfitImageError",
     "configured",
     "expand_runs",

@@ -23,6 +23,9 @@ class ModelFacts(msgspec.Struct, frozen=True):
     """The contents of tokenizer_config.json."""
     videos: Mapping[str, Any] = {}
     """The video processor: video_preprocessor_config.json, or a part of processor_config.json; else `images`."""
+    sounds: Mapping[str, Any] = {}
+    """The extractor of audio features: preprocessor_config.json, or a part of processor_config.json in newer folders;
+    empty if there is none."""
 
     @classmethod
     def of(cls, folder: Path) -> "ModelFacts":
@@ -34,13 +37,17 @@ class ModelFacts(msgspec.Struct, frozen=True):
         images = nested if isinstance(nested, dict) else _read(folder / "preprocessor_config.json")
         clips = processor.get("video_processor")
         videos = clips if isinstance(clips, dict) else _read(folder / "video_preprocessor_config.json")
+        config = _read(folder / "config.json")
+        thinker = config.get("thinker_config")
         return cls(
-            _read(folder / "config.json"),
+            # An Omni model's thinker hears, sees and writes. The other parts only speak.
+            thinker if isinstance(thinker, dict) else config,
             processor,
             images,
             _read(folder / "tokenizer_config.json"),
             # As in transformers, older folders have one file for both.
             videos or _read(folder / "preprocessor_config.json"),
+            _sounds(processor.get("feature_extractor"), folder),
         )
 
     def with_settings(self, images: Mapping[str, Any], videos: Mapping[str, Any]) -> "ModelFacts":
@@ -48,6 +55,14 @@ class ModelFacts(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(
             self, images=_replaced(self.images, images), videos=_replaced(self.videos, videos)
         )
+
+
+def _sounds(nested: object, folder: Path) -> Mapping[str, Any]:
+    if isinstance(nested, dict):
+        return nested
+    stated = _read(folder / "preprocessor_config.json")
+    # The file of a model without audio describes its images alone.
+    return stated if "feature_extractor_type" in stated else {}
 
 
 def _replaced(stated: Mapping[str, Any], settings: Mapping[str, Any]) -> Mapping[str, Any]:

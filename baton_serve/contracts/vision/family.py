@@ -8,6 +8,7 @@ import msgspec
 from baton_serve.contracts.media import Clip, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
+from baton_serve.contracts.vision.sound_rules import SoundRules
 from baton_serve.contracts.vision.videos import VideoRules
 
 
@@ -29,8 +30,15 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
     video: VideoRules | None = None
     """How the model reads videos; None if it does not, or not in a way that is supported."""
+    audio: SoundRules | None = None
+    """How the model reads audio; None if it does not, or not in a way that is supported."""
     facts: ModelFacts | None = None
     """The files that this value was made from, so that it can be made again with other settings."""
+
+    @property
+    def reads_images(self) -> bool:
+        """Return whether the model reads images. Some read audio alone."""
+        return True
 
     @property
     def is_fixed(self) -> bool:

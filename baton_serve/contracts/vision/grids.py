@@ -15,6 +15,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts
 from baton_serve.contracts.vision.scaling import scaled_grid
+from baton_serve.contracts.vision.sounds import sound_rules
 from baton_serve.contracts.vision.videos import video_rules
 
 _QWEN_LIMITS, _GLM_LIMITS = (56 * 56, 28 * 28 * 1280), (112 * 112, 28 * 28 * 15000)
@@ -75,6 +76,7 @@ class ImageGrid(ImageFamily, frozen=True):
 class _Config(msgspec.Struct, frozen=True):
     model_type: str = ""
     image_token_id: int | None = None
+    image_token_index: int | None = None
 
 
 class _Processor(msgspec.Struct, frozen=True):
@@ -114,12 +116,13 @@ def _grid(
     if processor.do_resize is False:
         return None
     known = msgspec.convert(facts.config, _Config)
-    token_id = known.image_token_id
+    token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
     if token_id is None:
         token_id = _IMAGE_TOKENS.get(known.model_type, 151655)
     return ImageGrid(
         image_token_id=token_id,
         video=video_rules(facts, token_id),
+        audio=sound_rules(facts),
         token_side=processor.patch_size * processor.merge_size,
         min_pixels=low,
         max_pixels=high,

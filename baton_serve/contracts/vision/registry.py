@@ -16,6 +16,7 @@ from baton_serve.contracts.vision import (
     llava,
     llava_onevision,
     pixtral,
+    sounds,
 )
 from baton_serve.contracts.vision.facts import EDGES, ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
@@ -36,17 +37,24 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "llava_next_video": llava.family,
     "llava_onevision": llava_onevision.family,
     "mistral3": pixtral.family,
+    "qwen2_5_omni_thinker": grids.qwen,
     "qwen2_5_vl": grids.qwen,
+    "qwen2_audio": sounds.family,
     "qwen2_vl": grids.qwen,
     "qwen3_5": grids.qwen,
     "qwen3_5_moe": grids.qwen,
+    "qwen3_omni_moe_thinker": grids.qwen,
     "qwen3_vl": grids.qwen,
     "qwen3_vl_moe": grids.qwen,
     "smolvlm": idefics3.family,
     "vipllava": fixed.family,
+    "voxtral": sounds.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""
-SERVED = "images are read by models of these types: " + ", ".join(FAMILIES)
+SERVED = "images are read by models of these types: " + ", ".join(
+    kind for kind, make in FAMILIES.items() if make is not sounds.family
+)
+HEARD = "audio in chats is read by models of these types: " + ", ".join(sounds.KINDS)
 
 
 ALIASES: Mapping[str, str] = {"max_dynamic_patch": "max_patches", "min_dynamic_patch": "min_patches"}
@@ -70,7 +78,8 @@ def image_family(facts: ModelFacts) -> ImageFamily | None:
 
 def _made(facts: ModelFacts) -> ImageFamily | None:
     make = FAMILIES.get(str(facts.config.get("model_type", "")))
-    family = make(facts) if make is not None and facts.images else None
+    # A model that reads audio alone has no image processor.
+    family = make(facts) if make is not None and (facts.images or make is sounds.family) else None
     return None if family is None else msgspec.structs.replace(family, facts=facts)
 
 
@@ -121,11 +130,16 @@ def _check_value(name: str, value: object) -> None:
 
 
 def why_unread(facts: ModelFacts) -> str:
-    """Return the reason, as text for the user, why a model with a vision tower is served without images; empty if it
-    has no tower or its images are read."""
+    """Return the reason, as text for the user, why a model with a tower for images or audio is served as text; empty if
+    it has no tower, or its images or audio are read."""
     kind = str(facts.config.get("model_type", ""))
-    if not facts.config.get("vision_config") or image_family(facts) is not None:
+    towers = [name for name in ("vision_config", "audio_config") if facts.config.get(name)]
+    if not towers or image_family(facts) is not None:
         return ""
+    if towers == ["audio_config"] and kind not in sounds.KINDS:
+        return f"models of type {kind} are served as text; {HEARD}"
+    if towers == ["audio_config"]:
+        return "the folder has no feature extractor for 16 kHz (preprocessor_config.json)"
     if kind in FAMILIES and not facts.images:
         return "the folder has no image processor (preprocessor_config.json)"
     if kind in FAMILIES:

@@ -17,7 +17,13 @@ from baton_serve.engine.loading.refusals import INSTEAD
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model_folder import HfConfig
 
-_TWINS = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+_TWINS = {
+    "qwen2_5_omni_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen2_vl_text": "qwen2",
+    "qwen3_omni_moe_text": "qwen3_moe",
+    "qwen3_vl_text": "qwen3",
+}
 """Text models that compute exactly what another family does, by model type, except that positions have three parts.
 The other family has fused layers.
 """

@@ -19,7 +19,9 @@ FIXED = "fixed"
 """Rope type of modules whose frequencies are fixed; transformers changes none of this name."""
 
 
-_ALTERNATING = frozenset({"qwen3_vl_text", "qwen3_vl_moe_text", "qwen3_5_text", "qwen3_5_moe_text"})
+_ALTERNATING = frozenset(
+    {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text"}
+)
 """Model types in which one frequency after the other reads another row. In other models sections of them do."""
 
 

@@ -16,8 +16,10 @@ from urllib.parse import unquote, urlparse
 import numpy as np
 from PIL import Image
 
-from baton_serve.contracts.media import MediaHeader, MediaSpan, digest_of, split_header, with_header
+from baton_serve.contracts.audio import is_wav
+from baton_serve.contracts.media import MediaHeader, MediaSpan, digest_of, source_span, split_header, with_header
 from baton_serve.contracts.vision import (
+    HEARD,
     SERVED,
     ImageFamily,
     MediaText,
@@ -30,15 +32,20 @@ from baton_serve.contracts.vision import (
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision.placeholders import ImageReader, Pixels
 from baton_serve.engine.offline.prompts import ParsedPrompt
+from baton_serve.engine.offline.sounds import is_list_of_sounds, sound_file
 from baton_serve.engine.offline.videos import GivenVideo, file_of, given_video
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "audio"]
 MAX_KEPT_BYTES = 256 << 20
 """Size of the files that are kept by their uuid, in bytes."""
 
 
+_KINDS: Mapping[str, Kind] = {"image_url": "image", "image_pil": "image", "video_url": "video", "audio_url": "audio"}
+"""The kind of content that a part of a chat message with only a uuid refers to, by the type of the part."""
+
+
 class GivenMedia(NamedTuple):
-    """An image (the bytes of a file) or a video of a prompt. With a `uuid`, the content may be None later."""
+    """An image or audio (the bytes of a file) or a video of a prompt. With a `uuid`, the content may be None later."""
 
     kind: Kind
     content: bytes | GivenVideo | None
@@ -97,14 +104,16 @@ def _num_bytes(content: bytes | GivenVideo) -> int:
 
 
 def media_of(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> list[GivenMedia]:
-    """Return the images and then the videos in vLLM's `multi_modal_data`. `uuids` are its `multi_modal_uuids`.
+    """Return the images, then the videos and then the audio in vLLM's `multi_modal_data`. `uuids` are its
+    `multi_modal_uuids`.
 
     Raises `ConfigError` for anything else.
     """
-    if others := {name for name, value in data.items() if value is not None} - {"image", "video"}:
-        raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image and video are")
+    if others := {name for name, value in data.items() if value is not None} - {"image", "video", "audio"}:
+        raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image, video and audio are")
     images = _items(data, uuids, "image", lambda image: isinstance(image, list | tuple), _file_of)
-    return images + _items(data, uuids, "video", _is_list_of_videos, given_video)
+    videos = _items(data, uuids, "video", _is_list_of_videos, given_video)
+    return images + videos + _items(data, uuids, "audio", is_list_of_sounds, sound_file)
 
 
 def _items(
@@ -178,9 +187,12 @@ def add_images(
     """
     given: Sequence[GivenMedia] = prompt.media
     settings = {**rules.settings, **prompt.settings}
-    if rules.family is None or reader is None:
-        raise ConfigError(f"this model does not accept images here: {SERVED}, with tensor_parallel_size 1")
     rules.check_number(given)
+    if rules.family is None and reader is not None and all(one.kind == "audio" for one in given):
+        return _source(token_ids, [rules.content_of(one) for one in given], reader)
+    if rules.family is None or reader is None:
+        served = HEARD if any(one.kind == "audio" for one in given) else SERVED
+        raise ConfigError(f"this model does not accept {given[0].kind}s here: {served}, with tensor_parallel_size 1")
     try:
         family = configured(rules.family, settings)
     except ValueError as exc:
@@ -198,19 +210,33 @@ def add_images(
     return ImagePrompt(expanded, media_spans(places, media, digests), pixels)
 
 
+def _source(token_ids: list[int], contents: Sequence[bytes | GivenVideo], reader: ImageReader) -> ImagePrompt:
+    """Return the prompt of a model that transcribes one window of audio, such as Whisper."""
+    if len(contents) != 1:
+        raise ConfigError(f"a prompt of this model has one audio, not {len(contents)}")
+    file = contents[0]
+    assert isinstance(file, bytes), "audio is the bytes of a file"
+    return ImagePrompt(token_ids, [source_span(digest_of(file))], reader.read([file]))
+
+
 def _in_order(
     given: Sequence[GivenMedia], prompt: ParsedPrompt, family: ImageFamily, tokenizer: Any
 ) -> Sequence[GivenMedia]:
-    """Return images and videos in the order of their placeholders. A dict has them apart from each other."""
+    """Return images, videos and audio in the order of their placeholders. A dict has them apart from each other."""
     kinds = {one.kind for one in given}
     if "video" in kinds and family.video is None:
         raise ConfigError("this model does not accept videos here")
+    if "audio" in kinds and family.audio is None:
+        raise ConfigError(f"this model does not accept audio here: {HEARD}")
+    if "image" in kinds and not family.reads_images:
+        raise ConfigError("this model reads audio, but no images")
     if len(kinds) < 2 or prompt.text is None or tokenizer is None:
         return given
     rest = {kind: [one for one in given if one.kind == kind] for kind in kinds}
     marks: dict[str, Kind] = {}
-    for kind in ("image", "video"):
-        mark = family.least_text(is_video=kind == "video").placeholder
+    for kind in kinds:
+        heard = family.audio if kind == "audio" else None
+        mark = (family.least_text(is_video=kind == "video") if heard is None else heard.least_text).placeholder
         marks[tokenizer.convert_ids_to_tokens(mark) if isinstance(mark, int) else mark] = kind
     shown = [marks[found] for found in re.findall("|".join(map(re.escape, marks)), prompt.text)]
     # A wrong number of placeholders is reported when they are replaced.
@@ -218,6 +244,8 @@ def _in_order(
 
 
 def _with_header(content: bytes | GivenVideo, family: ImageFamily, settings: Mapping[str, Any]) -> bytes:
+    if isinstance(content, bytes) and is_wav(content):
+        return content
     if isinstance(content, bytes):
         return with_header(content, MediaHeader(dict(settings)))
     assert family.video is not None, "checked before"
@@ -230,6 +258,8 @@ def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
     if clip is not None:
         return family.text_of(width=clip.width, height=clip.height, clip=clip)
     picture = pixels[digest_of(file)]
+    if picture.text is not None:
+        return picture.text
     return family.text_of(width=picture.width, height=picture.height)
 
 
@@ -279,7 +309,7 @@ def _file_of(image: object) -> bytes:
 
 
 def _media_of_part(part: object) -> GivenMedia | None:
-    """Return the image or video of a part of a chat message, or None if it is text. Raises `ConfigError`."""
+    """Return the image, video or audio of a part of a chat message, or None if it is text. Raises `ConfigError`."""
     uuid = part.get("uuid") if isinstance(part, dict) else None
     match part:
         case str() | {"type": "text"}:
@@ -292,12 +322,29 @@ def _media_of_part(part: object) -> GivenMedia | None:
             return GivenMedia("video", given_video(video), uuid)
         case {"type": "video_url", "video_url": str(url)} | {"type": "video_url", "video_url": {"url": str(url)}}:
             return GivenMedia("video", given_video(_file_at(url, "a video")), uuid)
-        case {"type": "image_url" | "image_pil" | "video_url" as kind} if uuid is not None:
-            return GivenMedia("video" if kind == "video_url" else "image", None, uuid)
+        case {"audio": _} | {"audio_url": _} | {"input_audio": _}:
+            return GivenMedia("audio", _sound_of_part(part), uuid)
+        case {"type": "image_url" | "image_pil" | "video_url" | "audio_url" as kind} if uuid is not None:
+            return GivenMedia(_KINDS[kind], None, uuid)
         case {"type": kind}:
-            raise ConfigError(f"a chat part of type {kind!r} is not supported; text, image_url and video_url are")
+            raise ConfigError(
+                f"a chat part of type {kind!r} is not supported; text, image_url, video_url and audio_url are"
+            )
         case _:
             raise ConfigError("a chat part must be a text or a dict with a type")
+
+
+def _sound_of_part(part: object) -> bytes:
+    """Return the audio of a part of a chat message as a WAV file. Raises `ConfigError`."""
+    match part:
+        case {"type": "audio", "audio": sound}:
+            return sound_file(sound)
+        case {"type": "audio_url", "audio_url": str(url)} | {"type": "audio_url", "audio_url": {"url": str(url)}}:
+            return sound_file(_file_at(url, "an audio"))
+        case {"type": "input_audio", "input_audio": {"data": str(data)}}:
+            return sound_file(_file_at(f"data:;base64,{data}", "an audio"))
+        case _:
+            raise ConfigError("a chat part with audio is like {'type': 'audio_url', 'audio_url': {'url': 'file:///…'}}")
 
 
 def _file_at(url: str, noun: str) -> bytes:

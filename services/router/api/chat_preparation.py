@@ -86,7 +86,8 @@ async def begin_chat(
                 param="truncate_prompt_tokens",
             )
         else:
-            prompt = await expand_image_tokens(tokenize, places, service.image_limits, limits, images)
+            decoder = service.audio_cutter
+            prompt = await expand_image_tokens(tokenize, places, service.image_limits, limits, images, decoder)
         # Taken here, because the prompt has just become tokens; what follows is not tokenization.
         timing = service.timing(context, tokenizing_at=tokenizing_at)
         check_prompt(prompt.token_ids, limits, param="messages")
@@ -151,4 +152,4 @@ async def counted_tokens(
     places = service.model.image_places(text, media, settings)
     if places is None:
         return await tokenize(text)
-    return await count_image_tokens(tokenize, places, service.image_limits, service.image_memory)
+    return await count_image_tokens(tokenize, places, service.image_limits, service.image_memory, service.audio_cutter)

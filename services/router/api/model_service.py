@@ -47,6 +47,14 @@ def _pool_size(view: ModelView, role: str) -> int:
     return sum(one.record.role == role and one.state == "ready" and one.takes_work for one in view.instances())
 
 
+def _audio_cutter(settings: RouterSettings, model: ServedModel) -> AudioCutter | None:
+    """Return the decoder of audio for a model; None if it reads no audio."""
+    if model.speech is not None:
+        return AudioCutter(settings.cutter_limits(model.speech.rate_hz, model.speech.window_s))
+    sounds = None if model.vision is None else model.vision.audio
+    return None if sounds is None else AudioCutter(settings.sound_limits(sounds))
+
+
 class ModelService:
     """Serves one model of the router: checks requests against the model's limits and starts their generations.
 
@@ -77,11 +85,8 @@ class ModelService:
         self.image_memory = ImageMemory(
             settings.max_image_memory_bytes, cache_bytes=int(settings.mm_processor_cache_gb * (1 << 30))
         )
-        speech = model.speech
-        self.audio_cutter = (
-            None if speech is None else AudioCutter(settings.cutter_limits(speech.rate_hz, speech.window_s))
-        )
-        """Decodes the audio files of clients; None if the model does not transcribe audio."""
+        self.audio_cutter = _audio_cutter(settings, model)
+        """Decodes the audio files of clients; None if the model neither transcribes audio nor hears it in chats."""
         self.started_at = self.now()
         self.view = ModelView(settings, cluster)
         for role in get_args(Role):

@@ -53,9 +53,19 @@ class ImageLimits:
     video_fetch_timeout_s: float = 30.0
     """Time in which one video must have been fetched from the web."""
 
+    max_audio_bytes: int = 25 << 20
+    """Size of one audio file (`--max-audio-bytes`)."""
+    audio_fetch_timeout_s: float = 10.0
+    """Time in which one audio file must have been fetched from the web."""
+
     def bytes_of(self, kind: str) -> int:
         """Return the largest size of a file of this kind."""
-        return self.max_video_bytes if kind == "video" else self.max_bytes
+        return {"video": self.max_video_bytes, "audio": self.max_audio_bytes}.get(kind, self.max_bytes)
+
+    def fetch_timeout_s_of(self, kind: str) -> float:
+        """Return the time in which a file of this kind must have been fetched."""
+        others = {"video": self.video_fetch_timeout_s, "audio": self.audio_fetch_timeout_s}
+        return others.get(kind, self.fetch_timeout_s)
 
     def check_number(self, kind: str, count: int) -> None:
         """Raise `BadRequestError` if a prompt may not have so many images or videos."""
@@ -111,7 +121,7 @@ def media_error(reason: str, kind: str = "image") -> BadRequestError:
 
 def too_large_error(limits: ImageLimits, kind: str) -> BadRequestError:
     """Return the error for a file that is larger than its kind may be."""
-    noun = "an image" if kind == "image" else "a video"
+    noun = f"a {kind}" if kind == "video" else f"an {kind}"
     return media_error(
         f"{noun} has more than {limits.bytes_of(kind)} bytes (--max-{kind}-bytes): send a smaller one", kind
     )

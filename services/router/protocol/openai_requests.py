@@ -188,14 +188,16 @@ class GenerationRequest(_Request):
 
 
 class ContentPart(_Request):
-    """One part of a message's content: text, an image or a video."""
+    """One part of a message's content: text, an image, a video or audio."""
 
     type: Name
     text: str | None = None
     image_url: dict[str, Any] | str | None = None
     video_url: dict[str, Any] | str | None = None
+    audio_url: dict[str, Any] | str | None = None
+    input_audio: dict[str, Any] | None = None
     uuid: Name | None = None
-    """The client's name of the image or video, under which it is kept for later requests."""
+    """The client's name of the image, video or audio, under which it is kept for later requests."""
 
 
 Parts = Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_OBJECTS)]

@@ -7,6 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton_serve.contracts.audio import CutterLimits
+from baton_serve.contracts.vision import SoundRules
 from baton_serve.generation_config import checked_overrides
 from baton_serve.services.common.settings.process import Host, Port
 from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt, processor_settings
@@ -141,8 +142,8 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     limit_mm_per_prompt: Annotated[
         str,
         Meta(
-            description='largest number of images and of videos per prompt, as image=4,video=1 or {"image": 4}; 0'
-            " allows none (default: image=999,video=999)",
+            description='largest number of images, videos and audio per prompt, as image=4,audio=1 or {"image": 4}; 0'
+            " allows none (default: 999 of each)",
             extra={"group": "images"},
         ),
     ] = ""
@@ -163,7 +164,9 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     ] = []
     allowed_local_media_path: Annotated[
         str | None,
-        Meta(description="folder whose files clients may use as images and videos by file: URLs (default: none)"),
+        Meta(
+            description="folder whose files clients may use as images, videos and audio by file: URLs (default: none)"
+        ),
     ] = None
     image_fetch_timeout_s: Annotated[float, Meta(description="longest time to fetch one image", gt=0)] = 5.0
     max_image_bytes: Annotated[int, Meta(description="largest size of an image file", ge=1, le=32 * 1024 * 1024)] = (
@@ -205,12 +208,15 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     max_audio_bytes: Annotated[
         int,
         Meta(
-            description="largest size of a request with an audio file (default: 25 MiB)", ge=1, extra={"group": "audio"}
+            description="largest size of an audio file, or of a request with one (default: 25 MiB)",
+            ge=1,
+            extra={"group": "audio"},
         ),
     ] = 25 * 1024 * 1024
     max_audio_s: Annotated[
         float, Meta(description="longest audio file in seconds, which is checked before all of it is decoded", gt=0)
     ] = 7200.0
+    audio_fetch_timeout_s: Annotated[float, Meta(description="longest time to fetch the audio of a chat", gt=0)] = 10.0
 
     def __post_init__(self) -> None:
         # The result is not stored. A malformed value must stop the process at its start, not fail the first request.
@@ -229,6 +235,12 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         """
         return CutterLimits(rate_hz=rate_hz, window_s=window_s, max_s=self.max_audio_s)
 
+    def sound_limits(self, rules: SoundRules) -> CutterLimits:
+        """Return the limits of the process that decodes the audio of chats for a model that hears it by `rules`."""
+        # A model that hears all of a long audio must not get a part of it only.
+        max_s = min(self.max_audio_s, rules.longest_s) if rules.hears_all else self.max_audio_s
+        return CutterLimits(rate_hz=rules.rate_hz, window_s=max_s, heard_s=rules.longest_s, max_s=max_s)
+
     @property
     def image_limits(self) -> ImageLimits:
         """Return the limits for the images of a request."""
@@ -243,6 +255,8 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
             max_video_bytes=self.max_video_bytes,
             max_video_s=self.max_video_s,
             video_fetch_timeout_s=self.video_fetch_timeout_s,
+            max_audio_bytes=self.max_audio_bytes,
+            audio_fetch_timeout_s=self.audio_fetch_timeout_s,
         )
 
 

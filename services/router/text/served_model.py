@@ -12,7 +12,7 @@ import msgspec
 
 from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import ImageFamily, configured, image_family
+from baton_serve.contracts.vision import HEARD, ImageFamily, configured, image_family
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
@@ -85,6 +85,8 @@ class _Config(_TextConfig, frozen=True):
     """The fields that are read from config.json. Models with images have those of the text decoder in `text_config`."""
 
     text_config: _TextConfig | None = None
+    thinker_config: "_Config | None" = None
+    """The part of an Omni model that writes text."""
 
 
 class _SentenceConfig(msgspec.Struct, frozen=True):
@@ -137,7 +139,13 @@ class ServedModel:
         """
         if self.vision is None:
             return {}
-        found = {"image_url": self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id) or ""}
+        found: dict[str, str] = {}
+        if self.vision.reads_images:
+            found["image_url"] = self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id) or ""
+        if self.vision.audio is not None:
+            before, behind = self.vision.audio.marks
+            mark = f"{before}{self.tokenizer.token(self.vision.audio.token_id)}{behind}"
+            found |= {"audio_url": mark, "input_audio": mark}
         if self.vision.video is not None:
             before, behind = self.vision.video.least_text.around
             found["video_url"] = f"{before}{self.tokenizer.token(self.vision.video.placeholder_id)}{behind}"
@@ -165,6 +173,7 @@ class ServedModel:
         config = read_json(model_folder(settings.model) / "config.json", _Config)
         if config is None:
             raise ModelFolderError(f"{settings.model} has no config.json: is it the folder of a Hugging Face model?")
+        config = config.thinker_config or config
         stated = config.vocab_size or (config.text_config.vocab_size if config.text_config is not None else None)
         generation = read_json(model_folder(settings.model) / GENERATION_CONFIG_FILE, _EosConfig)
         model.generation = _generation(settings)
@@ -459,6 +468,8 @@ def _eos_token_ids(*configs: _EosConfig | None) -> frozenset[int]:
 
 
 def _text_of(kind: str, text: str | None) -> str:
+    if KINDS.get(kind) == "audio":
+        raise BadRequestError(f"messages: this model does not hear {kind}: {HEARD}", param="messages")
     if kind not in ("text", "input_text", "output_text", "refusal") or text is None:
         raise BadRequestError(f"messages: content of type {kind!r} is not supported by this model", param="messages")
     return text

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton_serve.audio_samples import Samples, mono, resampled
+from baton_serve.audio_samples import Samples, has_floats, mono, read_wav, resampled
 from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
@@ -59,6 +59,8 @@ class HFAudioReader:
 
     def _read(self, data: bytes) -> Tensor:
         """Return the mel features [mel bins, frames] of one WAV file. Raises `RequestError` if it cannot be read."""
+        if has_floats(data):
+            return self._of_floats(data)
         try:
             with wave.open(BytesIO(data)) as file:
                 rate, channels, frames = file.getframerate(), file.getnchannels(), file.getnframes()
@@ -73,6 +75,16 @@ class HFAudioReader:
         except _WAV_ERRORS as exc:
             raise RequestError("invalid", f"a window of audio cannot be read: {first_line(exc)}") from exc
         return self._features(resampled(mono(samples), rate, self._rate_hz))
+
+    def _of_floats(self, data: bytes) -> Tensor:
+        """Return the same for a file whose samples are floats: those of a caller of the offline API, as they are."""
+        try:
+            samples, rate = read_wav(data)
+            if len(samples) > ceil(self._window_s * rate):
+                raise ValueError(f"{len(samples)} samples at {rate} Hz are more than a window")
+        except ValueError as exc:
+            raise RequestError("invalid", f"a window of audio cannot be read: {first_line(exc)}") from exc
+        return self._features(resampled(samples, rate, self._rate_hz))
 
     def _features(self, samples: Samples) -> Tensor:
         found: Tensor = self._extractor(samples, sampling_rate=self._rate_hz, return_tensors="pt").input_features

@@ -31,7 +31,7 @@ def load_images(
     """
     folder = model_folder(config.model)
     if reason := why_unread(ModelFacts.of(folder)):
-        logger.warning("images are not read, only text: %s", reason)
+        logger.warning("images and audio are not read, only text: %s", reason)
         return None
     if family_of(folder) is not None and config.pipeline_parallel_size > 1:
         logger.warning("images need an instance of one stage: this one accepts text only")

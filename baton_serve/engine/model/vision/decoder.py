@@ -16,6 +16,8 @@ T = TypeVar("T")
 
 _NESTED = re.compile(r"^(model\.)?(language_model|text_model)\.")
 """Names of the decoder's tensors beside towers, in all layouts that transformers has written."""
+_THINKER = "thinker."
+"""Begins the names of the part of an Omni model that hears, sees and writes. All other parts speak."""
 _TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
 """Names of a tower's tensors in checkpoints whose decoder has the names of a plain one, such as Qwen2-VL."""
 
@@ -64,6 +66,9 @@ def decoder_tensors(stored: dict[str, T]) -> dict[str, T]:
     """Return the tensors of a multimodal checkpoint that belong to its text decoder, by the names that they have in a
     text model. For the checkpoint of a text model, return all tensors.
     """
+    if any(name.startswith(_THINKER) for name in stored):
+        inside = {name: tensor for name, tensor in stored.items() if name.startswith(_THINKER)}
+        return decoder_tensors({name.removeprefix(_THINKER): tensor for name, tensor in inside.items()})
     if not any(_NESTED.match(name) for name in stored):
         return {name: tensor for name, tensor in stored.items() if not _TOWER.match(name)}
     named = ((_own_name(name), tensor) for name, tensor in stored.items())

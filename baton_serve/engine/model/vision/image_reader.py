@@ -1,4 +1,7 @@
-"""Decodes images and videos and preprocesses them as the model's own processor does. Callable from any thread."""
+"""Decodes images, videos and audio, and preprocesses them as the model's own processor does.
+
+All of it can be called from any thread.
+"""
 
 from collections.abc import Iterable, Iterator
 from io import BytesIO
@@ -10,10 +13,12 @@ from msgspec.structs import replace
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from baton_serve.contracts.audio import is_wav
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, Clip, digest_of, is_strip, span_digests, split_header
 from baton_serve.contracts.vision import ImageFamily, configured
 from baton_serve.engine.errors import ModelError, RequestError
+from baton_serve.engine.model.speech.sound_reader import HFSoundReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
@@ -31,13 +36,15 @@ class HFImageReader:
 
     def __init__(self, folder: Path, family: ImageFamily) -> None:
         """Load the image processor of the model in a folder. Raises `ModelError`."""
-        self._processor = _processor_of(folder)
+        self._processor = _processor_of(folder) if family.reads_images else None
+        self.sounds = None if family.audio is None else HFSoundReader(folder, family.audio)
+        """Decodes audio; None if the model does not read it."""
         self._family = family
         self.embedding_layout: KVLayout | None = None
         """The layout of blocks with embeddings of these images; the tower sets it, which knows their width."""
 
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
-        """Decode and preprocess images and videos; the result is keyed by the digests of their spans.
+        """Decode and preprocess images, videos and audio; the result is keyed by the digests of their spans.
 
         Raises `RequestError` if a file cannot be decoded, or if its size is out of bounds.
         """
@@ -49,6 +56,8 @@ class HFImageReader:
     def _read(self, data: bytes) -> dict[bytes, DecodedImage]:
         """Decode one file and preprocess it as its header says."""
         digest = digest_of(data)
+        if self.sounds is not None and is_wav(data):
+            return {digest: self.sounds.read(data)}
         try:
             header, file = split_header(data)
             family = configured(self._family, header.settings)
@@ -97,6 +106,8 @@ class HFImageReader:
     def picture_of(self, image: Image.Image, family: ImageFamily | None = None) -> DecodedImage:
         """Preprocess a decoded RGB image, with the settings of `family` or else those of the model."""
         family = family or self._family
+        if self._processor is None:
+            raise ValueError("this model reads no images")
         found = self._processor(images=image, return_tensors="pt", **family.processor_settings)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         inputs = {name: one.to(torch.float32) if one.is_floating_point() else one for name, one in tensors.items()}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, versioned, weights_fingerprint
+from baton_serve.engine.model.speech.sound_encoder import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
@@ -48,18 +50,23 @@ class VisionTower:
         self.family = family
         self.reader = reader
         self._module = module
-        self._names = inspect.signature(cast(Any, module).get_image_features).parameters.keys()
+        self._names = inspect.signature(getattr(module, "get_image_features", len)).parameters.keys()
         self._video_names = inspect.signature(getattr(module, "get_video_features", len)).parameters.keys()
         self._device = device
         self._dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
-        """Encode one image, or frames of a video; return [number of tokens, hidden] without waiting for the device.
+        """Encode one image, frames of a video, or an audio. Return [number of tokens, hidden] without waiting for the
+        device.
 
         Features for the outputs of the decoder's first layers (DeepStack) follow in further columns.
         """
         module = cast(Any, self._module)
+        if "input_features" in picture.inputs:
+            assert picture.text is not None, "the text of an audio is known"
+            spectra = {name: self._sent(value) for name, value in picture.inputs.items()}
+            return encode_sound(self._module, spectra, num_embeddings(picture.text.parts))
         # Processors also return what only their texts need, such as the number of tiles.
         is_video = "pixel_values_videos" in picture.inputs
         names = self._video_names if is_video else self._names
@@ -125,6 +132,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     """
     import transformers
 
+    hf_config = getattr(hf_config, "thinker_config", hf_config)
     kind = transformers.MODEL_MAPPING[type(hf_config)]
     if not kind.base_model_prefix:  # then it does not find its weights in the files of the whole model
         kind = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(hf_config)]
@@ -201,7 +209,22 @@ def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:
         _check(encoded, wanted, folder, text)
         row_width = encoded.shape[1]
     _try_video(tower, folder, text)
+    _try_audio(tower, folder, text)
     return row_width
+
+
+def _try_audio(tower: VisionTower, folder: Path, text: HfConfig) -> None:
+    """Encode a second of silence, if the model reads audio. Raises `ModelError`."""
+    if tower.reader.sounds is None or tower.family.audio is None:
+        return
+    silence = np.zeros(tower.family.audio.rate_hz, dtype=np.float32)
+    try:
+        sound = tower.reader.sounds.sound_of(silence)
+        assert sound.text is not None, "the text of an audio is known"
+        _check(tower.encode(sound), num_embeddings(sound.text.parts), folder, text)
+    except LOAD_ERRORS as exc:
+        reason = first_line(exc)
+        raise ModelError(f"the feature extractor in {folder} does not fit its audio encoder: {reason}") from exc
 
 
 def _try_video(tower: VisionTower, folder: Path, text: HfConfig) -> None:
@@ -225,7 +248,7 @@ def _check(encoded: Tensor, wanted: int, folder: Path, text: HfConfig) -> None:
     """Raise `ModelError` unless the tower has returned as many embeddings as the config says, of a size that fits."""
     if (found := len(encoded)) != wanted:
         raise ModelError(
-            f"the vision tower in {folder} returns {found} embeddings for an image, but its config says {wanted}"
+            f"the tower in {folder} returns {found} embeddings for an image or audio, but its config says {wanted}"
         )
     # The embeddings come first, then features for layers before the last one.
     if encoded.shape[1] > text.hidden_size * text.num_hidden_layers:

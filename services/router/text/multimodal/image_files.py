@@ -1,13 +1,14 @@
-"""Loads images and videos from `data:` URLs, from a local folder that the settings allow, or from the web."""
+"""Loads images, videos and audio from `data:` URLs, from a local folder that the settings allow, or from the web."""
 
 import asyncio
 import binascii
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
+from baton_serve.contracts.audio import Cut, CutterLimits
 from baton_serve.contracts.media import (
     FORMATS,
     MAX_ASPECT,
@@ -39,6 +40,16 @@ Describe = Callable[[VideoFile | None], MediaHeader]
 """Returns the header of a video, or of an image for None. It says how the model reads the file."""
 
 
+class SoundDecoder(Protocol):
+    """Decodes audio files for a model that reads audio in chats: `AudioCutter`."""
+
+    limits: CutterLimits
+
+    @property
+    def max_file_bytes(self) -> int: ...
+    async def decode(self, file: bytes) -> Cut: ...
+
+
 class ImageFile(NamedTuple):
     """A file that was checked, with its header. `width` and `height` are in pixels, of an image after the EXIF
     orientation is applied. `clip` says which frames of a video are seen.
@@ -49,12 +60,19 @@ class ImageFile(NamedTuple):
     width: int
     height: int
     clip: Clip | None = None
+    num_samples: int = 0
+    """Samples of an audio at the model's rate; 0 for images and videos."""
 
 
 async def load(
-    parts: Sequence[MediaPart], limits: ImageLimits, reservation: ImageReservation, describe: Describe
+    parts: Sequence[MediaPart],
+    limits: ImageLimits,
+    reservation: ImageReservation,
+    describe: Describe,
+    decoder: SoundDecoder | None = None,
 ) -> list[ImageFile]:
-    """Load and check images and videos, and return them in this order.
+    """Load and check images, videos and audio, and return them in this order. `decoder` is that of a model that reads
+    audio.
 
     The caller releases `reservation` after the last use of the files. Raises `BadRequestError` if one cannot be
     loaded, is not an image or a video or exceeds a limit, and `RateLimitError` if the limits of `ImageMemory` are
@@ -62,9 +80,9 @@ async def load(
     """
     # An image that a chat shows several times is loaded once.
     distinct = list(dict.fromkeys(parts))
-    await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(part, limits) for part in distinct])))
+    await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(part, limits, decoder) for part in distinct])))
     slots = asyncio.Semaphore(MAX_LOADS_PER_REQUEST)
-    loading = _Loading(limits, reservation, describe, slots)
+    loading = _Loading(limits, reservation, describe, slots, decoder)
     tasks = [asyncio.ensure_future(loading.load_in_turn(part)) for part in distinct]
     try:
         files = dict(zip(distinct, await asyncio.gather(*tasks), strict=True))
@@ -75,10 +93,11 @@ async def load(
     return [files[part] for part in parts]
 
 
-def _max_bytes(part: MediaPart, limits: ImageLimits) -> int:
-    """Return the largest size that the file of an image or video can have."""
+def _max_bytes(part: MediaPart, limits: ImageLimits, decoder: SoundDecoder | None) -> int:
+    """Return the largest size that a file can have, of audio also after it was decoded."""
     most = limits.bytes_of(part.kind)
-    return min(most, len(part.url)) if _scheme(part.url) == "data" else most
+    most = min(most, len(part.url)) if _scheme(part.url) == "data" else most
+    return most if decoder is None or part.kind != "audio" else max(most, decoder.max_file_bytes)
 
 
 def _scheme(url: str) -> str:
@@ -92,6 +111,7 @@ class _Loading(NamedTuple):
     reservation: ImageReservation
     describe: Describe
     slots: asyncio.Semaphore
+    decoder: SoundDecoder | None
 
     async def load_in_turn(self, part: MediaPart) -> ImageFile:
         async with self.slots:
@@ -104,8 +124,8 @@ class _Loading(NamedTuple):
             else:
                 data = self._read(part) if is_small else await IMAGES.run(self._read, part)
             file = await self._checked(part, data, is_small=is_small)
-            # A file that arrives from the web is counted piece by piece.
-            if not is_fetched:
+            # A file that arrives from the web is counted piece by piece, and audio also as it is decoded.
+            if not is_fetched or part.kind == "audio":
                 self.reservation.count(len(file.data))
             self.reservation.memory.cache.keep(self.reservation.owner, part, data)
             return file
@@ -144,11 +164,23 @@ class _Loading(NamedTuple):
             if is_small:
                 return _checked_image(data, self.limits, self.describe(None))
             return await IMAGES.run(_checked_image, data, self.limits, self.describe(None))
-        if len(data) > self.limits.max_video_bytes:
+        if len(data) > self.limits.bytes_of(part.kind):
             raise too_large_error(self.limits, part.kind)
+        if part.kind == "audio":
+            return await self._heard(data)
         async with self.reservation.memory.probe_slot():
             found = await probe(data, self.limits)
         return await IMAGES.run(_named, data, found.width, found.height, self.describe(found))
+
+    async def _heard(self, data: bytes) -> ImageFile:
+        """Decode an audio file. Return it as the WAV file that an instance takes."""
+        assert self.decoder is not None, "chats with audio are rendered only for models that read it"
+        cut = await self.decoder.decode(data)
+        if cut.error:
+            raise media_error(f"an audio cannot be used: {cut.error}", "audio")
+        (window,) = cut.windows
+        num_samples = round(window.duration_s * self.decoder.limits.rate_hz)
+        return ImageFile(digest_of(window.file), window.file, 0, 0, num_samples=num_samples)
 
 
 def _named(data: bytes, width: int, height: int, header: MediaHeader) -> ImageFile:
@@ -161,8 +193,7 @@ def _of_data_url(part: MediaPart, limits: ImageLimits) -> bytes:
     head, comma, data = part.url.partition(",")
     kind, *options = head[len("data:") :].lower().split(";")
     if not comma or "base64" not in options or not (kind.startswith(f"{part.kind}/") or not kind):
-        file = "image/png" if part.kind == "image" else "video/mp4"
-        raise media_error(f"a data: URL of {part.noun} must look like data:{file};base64,…", part.kind)
+        raise media_error(f"a data: URL of {part.noun} must look like {part.example}", part.kind)
     # Checked before decoding. The two bytes are the padding, which the estimate counts as data.
     if len(data) // 4 * 3 > limits.bytes_of(part.kind) + 2:
         raise too_large_error(limits, part.kind)

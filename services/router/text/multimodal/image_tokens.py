@@ -21,7 +21,7 @@ from baton_serve.contracts.vision import (
 )
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error
-from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
+from baton_serve.services.router.text.multimodal.image_files import ImageFile, SoundDecoder, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from baton_serve.services.router.text.prompt_length import check_prompt
@@ -73,7 +73,13 @@ class ImagePlaces:
     @property
     def least(self) -> list[MediaText]:
         """Return images and videos that take the least space."""
-        return [self._family.least_text(is_video=part.kind == "video") for part in self.media]
+        audio = self._family.audio
+        return [
+            audio.least_text
+            if part.kind == "audio" and audio is not None
+            else self._family.least_text(is_video=part.kind == "video")
+            for part in self.media
+        ]
 
     def describe(self, video: VideoFile | None) -> MediaHeader:
         """Return the header of a file. Raises `BadRequestError` for a video that is too short for the model."""
@@ -93,9 +99,14 @@ class ImagePlaces:
         Raises `BadRequestError` for one that the model cannot read.
         """
         try:
-            return [self._family.text_of(width=file.width, height=file.height, clip=file.clip) for file in files]
+            return [self._text_of(file) for file in files]
         except UnfitImageError as exc:
             raise media_error(str(exc)) from exc
+
+    def _text_of(self, file: ImageFile) -> MediaText:
+        if self._family.audio is not None and file.num_samples:
+            return self._family.audio.text_of(file.num_samples)
+        return self._family.text_of(width=file.width, height=file.height, clip=file.clip)
 
     def written(self, media: Sequence[MediaText]) -> str:
         """Return the text with the texts of its images, in which a run of image tokens is one token.
@@ -133,7 +144,11 @@ Tokenize = Callable[[str], Awaitable[list[int]]]
 
 
 async def count_image_tokens(
-    tokenize: Tokenize, places: ImagePlaces, image_limits: ImageLimits, memory: ImageMemory
+    tokenize: Tokenize,
+    places: ImagePlaces,
+    image_limits: ImageLimits,
+    memory: ImageMemory,
+    decoder: SoundDecoder | None = None,
 ) -> list[int]:
     """Return the tokens of a prompt, with the image tokens of its images, for a request that only counts tokens.
 
@@ -145,7 +160,7 @@ async def count_image_tokens(
         media = places.least
     else:
         with ImageReservation(memory) as reservation:
-            media = places.texts_of(await load(places.media, image_limits, reservation, places.describe))
+            media = places.texts_of(await load(places.media, image_limits, reservation, places.describe, decoder))
     return places.expanded(await tokenize(places.written(media)), media)[0]
 
 
@@ -155,8 +170,9 @@ async def expand_image_tokens(
     image_limits: ImageLimits,
     limits: ModelLimits,
     reservation: ImageReservation,
+    decoder: SoundDecoder | None = None,
 ) -> TokenizedPrompt:
-    """Load the images and videos of a prompt and return it with their tokens.
+    """Load the images, videos and audio of a prompt and return it with their tokens. `decoder` decodes audio.
 
     The files count in `reservation`, which the caller releases after the last use of the prompt. Raises
     `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer, and
@@ -167,7 +183,7 @@ async def expand_image_tokens(
     least = places.written(places.least)
     token_ids = await tokenize(least)
     check_prompt(places.expanded(token_ids, places.least)[0], limits, param="messages")
-    files = await load(places.media, image_limits, reservation, places.describe)
+    files = await load(places.media, image_limits, reservation, places.describe, decoder)
     media = places.texts_of(files)
     written = places.written(media)
     if written != least:
@@ -182,6 +198,6 @@ async def expand_image_tokens(
 
 
 def _check_number(media: Sequence[MediaPart], image_limits: ImageLimits) -> None:
-    """Raise `BadRequestError` if a request has more images or videos than it may."""
-    for kind in ("image", "video"):
+    """Raise `BadRequestError` if a request has more images, videos or audio than it may."""
+    for kind in ("image", "video", "audio"):
         image_limits.check_number(kind, sum(part.kind == kind for part in media))

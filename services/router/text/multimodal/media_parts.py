@@ -1,4 +1,4 @@
-"""The images and videos in the messages of a chat, as their content parts name them."""
+"""The images, videos and audio in the messages of a chat, as their content parts name them."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -7,14 +7,22 @@ from typing import Literal, NamedTuple
 from baton_serve.services.router.protocol.image_limits import media_error
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, ContentPart
 
-Kind = Literal["image", "video"]
+Kind = Literal["image", "video", "audio"]
 
-KINDS: Mapping[str, Kind] = MappingProxyType({"image_url": "image", "video_url": "video"})
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+)
 """The kind of file that a content part of a type holds. The names are those of OpenAI's and vLLM's chat API."""
 
 
+_NOUNS: Mapping[Kind, str] = MappingProxyType({"image": "an image", "video": "a video", "audio": "an audio"})
+_FILES: Mapping[Kind, str] = MappingProxyType({"image": "image/png", "video": "video/mp4", "audio": "audio/wav"})
+_FORMATS = ("wav", "mp3", "flac", "ogg", "opus", "aiff", "au", "caf")
+"""Values of `input_audio.format` that are accepted. OpenAI names the first two; a file is read as what it is."""
+
+
 class MediaPart(NamedTuple):
-    """One image or video of a chat."""
+    """One image, video or audio of a chat."""
 
     kind: Kind
     url: str
@@ -24,11 +32,18 @@ class MediaPart(NamedTuple):
     @property
     def noun(self) -> str:
         """Return the words for it in messages."""
-        return "an image" if self.kind == "image" else "a video"
+        return _NOUNS[self.kind]
+
+    @property
+    def example(self) -> str:
+        """Return a URL for messages that show how a file is sent."""
+        return f"data:{_FILES[self.kind]};base64,…"
 
 
 def media_of(messages: Sequence[ChatMessage]) -> list[MediaPart]:
-    """Return all images and videos in the order of the prompt. Raises `BadRequestError` for a part without a URL."""
+    """Return all images, videos and audio in the order of the prompt. Raises `BadRequestError` for a part without a
+    file.
+    """
     lists = [message.content for message in messages if isinstance(message.content, list)]
     return [_of(part, KINDS[part.type]) for parts in lists for part in parts if part.type in KINDS]
 
@@ -39,11 +54,28 @@ def image_part(url: str) -> ContentPart:
 
 
 def _of(part: ContentPart, kind: Kind) -> MediaPart:
-    stated = part.image_url if kind == "image" else part.video_url
+    if part.type == "input_audio":
+        return _input_audio(part)
+    stated = {"image": part.image_url, "video": part.video_url, "audio": part.audio_url}[kind]
     url = stated.get("url") if isinstance(stated, dict) else stated
     if part.uuid is not None and not url:
         return MediaPart(kind, "", part.uuid)
-    if not isinstance(url, str) or not url:
-        file = "image/png" if kind == "image" else "video/mp4"
-        raise media_error(f'it must be {{"type": "{kind}_url", "{kind}_url": {{"url": "data:{file};base64,…"}}}}', kind)
-    return MediaPart(kind, url, part.uuid)
+    found = MediaPart(kind, url if isinstance(url, str) else "", part.uuid)
+    if not found.url:
+        raise media_error(f'it must be {{"type": "{kind}_url", "{kind}_url": {{"url": "{found.example}"}}}}', kind)
+    return found
+
+
+def _input_audio(part: ContentPart) -> MediaPart:
+    """Return audio that a client has sent as OpenAI's part, which has the file's bytes in base64 and its format."""
+    stated = part.input_audio or {}
+    data, name = stated.get("data"), stated.get("format")
+    if part.uuid is not None and not data:
+        return MediaPart("audio", "", part.uuid)
+    if not isinstance(data, str) or not data or not isinstance(name, str):
+        raise media_error(
+            'it must be {"type": "input_audio", "input_audio": {"data": "base64…", "format": "wav"}}', "audio"
+        )
+    if name.lower() not in _FORMATS:
+        raise media_error(f"input_audio.format is {name[:40]!r}; it must be {' or '.join(_FORMATS)}", "audio")
+    return MediaPart("audio", f"data:audio/{name.lower()};base64,{data}", part.uuid)

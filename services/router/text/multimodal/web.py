@@ -32,7 +32,7 @@ async def fetch(part: MediaPart, limits: ImageLimits, *, count: Callable[[int], 
     of images.
     """
     noun, kind = part.noun, part.kind
-    timeout_s = limits.fetch_timeout_s if kind == "image" else limits.video_fetch_timeout_s
+    timeout_s = limits.fetch_timeout_s_of(kind)
     try:
         parts = urlsplit(part.url)
         host, port = (parts.hostname or "").lower(), parts.port or _PORTS[parts.scheme.lower()]

@@ -9,7 +9,7 @@ import subprocess
 import msgspec
 
 from baton_serve.child_command import module_command
-from baton_serve.contracts.audio import Cut, CutterLimits
+from baton_serve.contracts.audio import HEADER_BYTES, SAMPLE_BYTES, Cut, CutterLimits
 from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError, UnavailableError
 from baton_serve.services.router.text.thread_pools import AUDIO
 
@@ -47,6 +47,19 @@ class AudioCutter:
         Raises `BadRequestError` if the file cannot be used, `RateLimitError` if too many files wait, and
         `UnavailableError` if no process can be started.
         """
+        cut = await self.decode(file)
+        if cut.error:
+            raise BadRequestError(f"the audio file cannot be used: {cut.error}", param="file", code="invalid_audio")
+        return cut
+
+    @property
+    def max_file_bytes(self) -> int:
+        """Return the largest size of one window as a file."""
+        longest_s = self.limits.window_s if self.limits.heard_s is None else self.limits.heard_s
+        return int(longest_s * self.limits.rate_hz) * SAMPLE_BYTES + HEADER_BYTES
+
+    async def decode(self, file: bytes) -> Cut:
+        """Do what `cut` does, but return the reason why a file cannot be used as `Cut.error`."""
         try:
             async with asyncio.timeout(WAIT_S):
                 await self._slots.acquire()
@@ -55,12 +68,9 @@ class AudioCutter:
                 "too many audio files wait to be decoded: try again later", retry_after_s=1.0
             ) from None
         try:
-            cut = await self._cut(file)
+            return await self._cut(file)
         finally:
             self._slots.release()
-        if cut.error:
-            raise BadRequestError(f"the audio file cannot be used: {cut.error}", param="file", code="invalid_audio")
-        return cut
 
     def close(self) -> None:
         """End all decoding processes that are idle."""
