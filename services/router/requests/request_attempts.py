@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton_serve.contracts.audio import is_wav
 from baton_serve.contracts.block_hash import checkpoint_hash
 from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
 from baton_serve.contracts.layout import KVLayout
@@ -165,7 +166,7 @@ class RequestAttempts:
             ttft_s=self._timing.ttft_budget_s(self._clock()),
             has_images=bool(request.media),
             # Encode instances know images alone, and read them without settings of a request.
-            media=() if any(map(has_header, request.images)) else request.media,
+            media=() if any(has_header(file) or is_wav(file) for file in request.images) else request.media,
             has_source=request.source_tokens > 0,
         )
         view = self._cluster.view(
