@@ -65,7 +65,7 @@ class VisionTower:
         module = cast(Any, self._module)
         if "input_features" in picture.inputs:
             assert picture.text is not None, "the text of an audio is known"
-            spectra = {name: self._sent(value) for name, value in picture.inputs.items()}
+            spectra = {name: self.sent(value) for name, value in picture.inputs.items()}
             return encode_sound(self._module, spectra, num_embeddings(picture.text.parts))
         # Processors also return what only their texts need, such as the number of tiles.
         is_video = "pixel_values_videos" in picture.inputs
