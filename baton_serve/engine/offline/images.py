@@ -30,7 +30,7 @@ from baton_serve.contracts.vision import (
     write_parts_as_tokens,
 )
 from baton_serve.engine.errors import ConfigError, RequestError
-from baton_serve.engine.model.vision.placeholders import ImageReader, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
 from baton_serve.engine.offline.prompts import ParsedPrompt
 from baton_serve.engine.offline.sounds import is_list_of_sounds, sound_file
 from baton_serve.engine.offline.videos import GivenVideo, file_of, given_video
@@ -258,7 +258,7 @@ def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
     if clip is not None:
         return family.text_of(width=clip.width, height=clip.height, clip=clip)
     picture = pixels[digest_of(file)]
-    if picture.text is not None:
+    if isinstance(picture, DecodedImage) and picture.text is not None:
         return picture.text
     return family.text_of(width=picture.width, height=picture.height)
 
