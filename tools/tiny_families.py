@@ -144,6 +144,7 @@ _ROPE: Values = {"rope_type": "default", "rope_theta": 10000.0}
 _MROPE: Values = {"rope_parameters": {**_ROPE, "mrope_section": [4, 2, 2]}}
 _WINDOWS: Values = {"out_hidden_size": 64, "window_size": 32, "fullatt_block_indexes": [1]}
 _DEEP: Values = {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1], "num_position_embeddings": 16}
+_OMNI: Values = {"audio_config": {"output_dim": 64}, "vision_start_token_id": FIRST_SPECIAL_TOKEN}
 _LINEAR: Values = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
@@ -210,7 +211,9 @@ OVERRIDES: dict[str, Values] = {
     "mpt": {"attn_config": {"attn_pdrop": 0}, "d_model": 64, "n_heads": 4, "expansion_ratio": 2},
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
     "qwen2_vl": {"text_config": _MROPE},
+    "qwen2_5_omni_thinker": {"text_config": _MROPE, "vision_config": _WINDOWS, **_OMNI},
     "qwen2_5_vl": {"text_config": _MROPE, "vision_config": _WINDOWS},
+    "qwen3_omni_moe_thinker": {"text_config": _MROPE, "vision_config": _DEEP, **_OMNI},
     "qwen3_vl": {"vision_config": _DEEP},
     "qwen3_vl_moe": {"vision_config": _DEEP},
     **{kind: {**_VISION, "text_config": _LINEAR} for kind in ("qwen3_5", "qwen3_5_moe")},
