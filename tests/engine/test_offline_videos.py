@@ -92,7 +92,7 @@ def test_what_is_refused_says_why(llm: LLM) -> None:
         ({"video": (FRAMES, {"frames_indices": [1]})}, "1 entries for 8 frames"),
         ({"video": (FRAMES, {"speed": 2})}, "'speed' is not known"),
         ({"video": [FRAMES] * 3}, "3 videos, limit_mm_per_prompt is 2"),
-        ({"audio": b""}, "audio is not supported"),
+        ({"depth": b""}, "depth is not supported"),
     ]
     for data, why in wrong:
         with pytest.raises(ConfigError, match=why):

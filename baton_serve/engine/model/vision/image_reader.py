@@ -18,7 +18,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, Clip, digest_of, is_strip, span_digests, split_header
 from baton_serve.contracts.vision import ImageFamily, configured
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.speech.sound_reader import HFSoundReader
+from baton_serve.engine.model.speech.sounds import HFSoundReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line

@@ -21,7 +21,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, versioned, weights_fingerprint
-from baton_serve.engine.model.speech.sound_encoder import encode_sound
+from baton_serve.engine.model.speech.sounds import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
