@@ -13,7 +13,7 @@ from pathlib import Path
 import transformers
 
 from baton_serve.engine import EngineConfig
-from baton_serve.engine.model import fused
+from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from tests.families import FAMILIES, IN_PROCESSES, REFUSED, Family
 from tools.model_verdicts import VERDICTS, Verdict, read_verdicts
@@ -152,7 +152,7 @@ def verdict_row(model_type: str, verdict: Verdict) -> str:
 
 def row(name: str, family: Family) -> str:
     model = load(family)
-    layers = "fused" if fused.fits(model.module) else "transformers"
+    layers = "fused" if fused_layers.fits(model.module) else "transformers"
     process = "●" if name in IN_PROCESSES else ""
     return f"| {family.models} | `{type(model.module).__name__}` | {layers} | {attention_kinds(model)} | {process} |"
 

@@ -30,7 +30,7 @@ from baton_serve.engine.errors import EngineError
 from baton_serve.engine.loading.layer_probe import PLAIN_LAYERS, STATE_LAYERS
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.refusals import refuse_type
-from baton_serve.engine.model import fused
+from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from tools.model_verdicts import VERDICTS, Verdict, Verdicts, generating_families, read_verdicts, write_verdicts
 from tools.tiny_families import PROMPT_TOKENS, VOCAB_SIZE, write_family
@@ -96,7 +96,7 @@ def judge_config(family: Family, folder: Path, *, has_window: bool) -> Verdict:
         return Verdict("crash", described(exc), family.model_class)
     with llm:
         model = load_again(folder)
-        layers = "fused" if fused.fits(model.module) else "transformers"
+        layers = "fused" if fused_layers.fits(model.module) else "transformers"
         verdict = Verdict("equal", "", family.model_class, layers, attention_kinds(model))
         try:
             found = compare(llm, with_head(reference))

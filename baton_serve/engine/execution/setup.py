@@ -53,7 +53,9 @@ class EngineSetup:
         Call it once: it repacks the model's weights in place. Raises `ConfigError` or `AdapterError`.
         """
         defaults = devices.defaults(device)
-        model = replace(model, offload=offload_weights(model.module, model.name, device, config.cpu_offload_gb))
+        offload = offload_weights(model.module, model.name, device, config.cpu_offload_gb)
+        # Sinks and slopes were taken from modules that may have been in host memory.
+        model = replace(model, offload=offload, specs=[spec.to(device) for spec in model.specs])
         layer_groups = _layer_groups(config, model)
         self.layout = _layout(config, model, config.block_size or defaults.block_tokens, layer_groups)
         self.states = model.states

@@ -6,7 +6,7 @@ layers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
@@ -57,6 +57,11 @@ class AttentionSpec:
     alibi: Tensor | None = None  # float32 [num_heads]
     value_dim: int | None = None  # None: head_dim
     chunk: int | None = None
+
+    def to(self, device: torch.device) -> "AttentionSpec":
+        """Return the same rules with their tensors on `device`."""
+        sinks, alibi = (None if part is None else part.to(device) for part in (self.sinks, self.alibi))
+        return replace(self, sinks=sinks, alibi=alibi)
 
 
 @dataclass(frozen=True, slots=True)

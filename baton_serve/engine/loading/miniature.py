@@ -23,7 +23,7 @@ from baton_serve.engine.kv.state_memory import StateKind, StatePart
 from baton_serve.engine.loading.compared_classes import CLASSES, TRANSFORMERS_VERSION
 from baton_serve.engine.loading.layer_probe import ProbedLayers, probe_layers
 from baton_serve.engine.loading.refusals import INSTEAD
-from baton_serve.engine.model import fused, rotary
+from baton_serve.engine.model import fused_layers, rotary
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
@@ -81,7 +81,7 @@ def needs_comparison(module: nn.Module) -> bool:
     and the class was not compared with this version of transformers before."""
     name = type(module).__name__
     is_known = name in CLASSES and transformers.__version__ == TRANSFORMERS_VERSION
-    return not is_known and name not in _ROUNDED and not fused.fits(module)
+    return not is_known and name not in _ROUNDED and not fused_layers.fits(module)
 
 
 def check_miniature(module: nn.Module, name: str) -> None:

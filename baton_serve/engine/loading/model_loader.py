@@ -28,7 +28,7 @@ from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.refusals import refuse_stages, refuse_type
 from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
-from baton_serve.engine.loading.text_decoders import known_decoder
+from baton_serve.engine.loading.text_decoders import eos_token_ids, known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
@@ -122,7 +122,7 @@ def load_model(
         max_model_len=max_model_len,
         kv_shapes=layers.kv_shapes,
         specs=layers.specs,
-        eos_token_ids=_eos_token_ids(module, text_config),
+        eos_token_ids=eos_token_ids(module, text_config),
         fingerprint=_fingerprint(folder, config, variant, gguf, target, parts),
         parts=parts,
         kv_layers=layers.kv_layers,
@@ -513,13 +513,3 @@ def _class_of(hf_config: HfConfig, state: dict[str, torch.Tensor] | None) -> Any
     """Return the class of transformers that loads the model: the automatic one for a folder, or the model's own class
     if the weights are given as `state`."""
     return AutoModelForCausalLM if state is None else AutoModelForCausalLM._model_mapping[type(hf_config)]
-
-
-def _eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
-    """Return the tokens that end a sequence, from generation_config.json and config.json together."""
-    ids: set[int] = set()
-    for source in (getattr(module, "generation_config", None), text_config):
-        value = getattr(source, "eos_token_id", None)
-        # Both configs state a number or a list; Llama 3 lists further tokens in only one of them.
-        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
-    return frozenset(ids)

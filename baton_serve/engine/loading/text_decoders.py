@@ -106,3 +106,13 @@ def _convert_weights(name: str, whole_type: str) -> None:
     # Renamings of whole prefixes are `decoder_tensors`'s.
     kept = [rule for rule in mapping if isinstance(rule, conversions.WeightConverter)]
     conversions.register_checkpoint_conversion_mapping(name, kept, overwrite=True)
+
+
+def eos_token_ids(module: nn.Module, text_config: HfConfig) -> frozenset[int]:
+    """Return the tokens that end a sequence, from generation_config.json and config.json together."""
+    ids: set[int] = set()
+    for source in (getattr(module, "generation_config", None), text_config):
+        value = getattr(source, "eos_token_id", None)
+        # Both configs state a number or a list; Llama 3 lists further tokens in only one of them.
+        ids.update(value if isinstance(value, (list, tuple)) else [] if value is None else [value])
+    return frozenset(ids)

@@ -17,7 +17,7 @@ from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
-from baton_serve.engine.model import fused, fused_cpu
+from baton_serve.engine.model import fused, fused_cpu, fused_layers
 from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.chunked_attention import chunked_batch
@@ -284,7 +284,7 @@ def choose_forward(
         return fused_cpu.CpuForward(model, kernels)
     if adapters is not None and fused_adapted.fits(model.module):
         return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
-    if adapters is None and fused.fits(model.module) and not _keeps_modules(model, kernels):
+    if adapters is None and fused_layers.fits(model.module) and not _keeps_modules(model, kernels):
         return fused.FusedForward(model, backend, kernels, collectives, mixers)
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
         raise UnsupportedModelError(

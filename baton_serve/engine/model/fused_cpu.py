@@ -16,7 +16,7 @@ from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, Dec
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from baton_serve.engine.kernels.quantized import QuantizedWeight
-from baton_serve.engine.model import fused
+from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.batch_inputs import StepInputs, added_rows, embedded
 from baton_serve.engine.model.families import (
     GELU_TANH,
@@ -35,11 +35,11 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     """Return whether `CpuForward`, which computes all layers by one C++ call, supports this model. Otherwise its layers
     are computed one by one.
     """
-    if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused.fits(model.module):
+    if model.dtype != torch.bfloat16 or not has_packed_linear(library) or not fused_layers.fits(model.module):
         return False
     module = cast(Any, model.module)
     family = describe(module)
-    assert family is not None  # `fused.fits` is True
+    assert family is not None  # `fused_layers.fits` is True
     if has_mixers(module, family):
         return False
     # The C++ decoder takes one epsilon for all norms and reads pairs of bf16.

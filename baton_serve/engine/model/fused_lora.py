@@ -15,10 +15,11 @@ from torch import Tensor
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
 from baton_serve.engine.kernels.metadata import Linear
-from baton_serve.engine.model import fused
+from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features
 from baton_serve.engine.model.families import FamilyDescription, describe
-from baton_serve.engine.model.fused import FusedForward, Layer, ResidualSum
+from baton_serve.engine.model.fused import FusedForward
+from baton_serve.engine.model.fused_layers import Layer, ResidualSum
 from baton_serve.engine.model.fused_mixers import has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import OutputSlice, add_products, output_slices
@@ -67,7 +68,7 @@ def fits(module: Any) -> bool:
     adapter's product.
     """
     family = describe(module)
-    if family is None or not fused.fits(module) or has_mixers(module, family):
+    if family is None or not fused_layers.fits(module) or has_mixers(module, family):
         return False
     mlps = [getattr(layer, family.mlp) for layer in module.model.layers]
     return all(shared_expert(mlp) is None for mlp in mlps)

@@ -176,7 +176,10 @@ def offload_weights(module: nn.Module, name: str, device: torch.device, num_gib:
     if not num_gib:
         return None
     refuse_offload(device, num_gib)
-    layers: list[nn.Module] = own_layers(cast(Any, module).model.layers) if hasattr(module, "model") else []
+    found = getattr(getattr(module, "model", None), "layers", None)
+    if found is None:
+        raise ConfigError(f"cpu_offload_gb: {name} is not one list of decoder layers; leave it out")
+    layers: list[nn.Module] = own_layers(found)
     sizes = [sum(tensor.nbytes for tensor in _tensors((layer,), set()) if tensor.dim() > 1) for layer in layers]
     chosen = choose_layers(sizes, int(num_gib * (1 << 30)))
     if not chosen:

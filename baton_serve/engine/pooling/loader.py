@@ -102,6 +102,8 @@ def load_pooling_model(
         raise ConfigError(
             "tensor_parallel_size: pooling models run on one device; set it to 1 and start more instances"
         )
+    if config.cpu_offload_gb:
+        raise ConfigError("cpu_offload_gb is supported for models that generate text, not for pooling models")
     if config.quantization is not None:
         raise ConfigError("quantization is supported for models that generate text, not for pooling models")
     if getattr(text_config, "quantization_config", None) or getattr(hf_config, "quantization_config", None):
