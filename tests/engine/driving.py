@@ -4,13 +4,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
-from baton_serve.engine import Engine, EngineConfig, NamedBlock, SequenceOutput, StepResult
+from baton_serve.engine import Engine, EngineConfig, KVCache, NamedBlock, SequenceOutput, StepResult
+from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from tests.devices import DEVICE
 
@@ -118,3 +120,12 @@ def copy_block(source: Engine, block: int, sink: Engine, target: int) -> None:
         to.copy_(content.view(to.dtype).view(to.shape))
     else:
         theirs[target * size : (target + 1) * size] = content.numpy().tobytes()
+
+
+def place_kv_caches(monkeypatch: pytest.MonkeyPatch, place: KVMemoryKind) -> None:
+    """Let engines that are made from now on keep their KV cache in memory of the kind `place`."""
+
+    def make(*arguments: Any, **settings: Any) -> KVCache:
+        return KVCache(*arguments, **settings | {"place": place})
+
+    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", make)

@@ -10,11 +10,11 @@ import pytest
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.messages import Ticket
-from baton_serve.engine import CompletedLayerGroups, Engine, KVCache
+from baton_serve.engine import CompletedLayerGroups, Engine
 from baton_serve.kvtransfer import TransferNode, Translation
 from tests.contract.test_transports import only
 from tests.devices import DEVICE
-from tests.engine.driving import make_engine, make_work, run
+from tests.engine.driving import make_engine, make_work, place_kv_caches, run
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
@@ -36,7 +36,7 @@ TRANSPORTS = [
 
 @pytest.fixture
 def on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="device"))
+    place_kv_caches(monkeypatch, "device")
 
 
 def node_of(name: str, engine: Engine, transport: str) -> TransferNode:

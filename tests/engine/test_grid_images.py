@@ -14,7 +14,7 @@ from baton_serve.engine import Engine
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
-from baton_serve.engine.model import fused, fused_cpu
+from baton_serve.engine.model import fused_cpu, fused_layers
 from tests.devices import DEVICE
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, make_engine, run
@@ -179,7 +179,7 @@ def test_through_captured_graphs(model: Model, captured: FakeCapture) -> None:
 
 
 def test_layers_that_are_not_fused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "fits", lambda module: False)
+    monkeypatch.setattr(fused_layers, "fits", lambda module: False)
     with model.reader() as engine:
         assert model.ask_all(engine) == model.answers
 

@@ -1,7 +1,6 @@
 """Tokens with blocks that were evicted to the host tier and came back equal those of transformers.generate."""
 
 import threading
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,13 @@ import pytest
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.engine import Engine, KVCache
+from baton_serve.engine import Engine
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.kv.host_blocks import SlotChecksums
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from tests.devices import DEVICE
 from tests.engine.conftest import Reference, References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -131,7 +130,7 @@ def test_a_pin_brings_blocks_back_from_the_host_tier(references: References) -> 
 
 
 def test_a_device_whose_memory_the_host_cannot_address(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="device"))
+    place_kv_caches(monkeypatch, "device")
     reference = references("llama")
     with make_engine(reference.folder, **SMALL) as engine:
         for _ in range(2):
@@ -157,7 +156,7 @@ def test_a_block_that_was_damaged_in_the_host_tier_is_computed_again(
     place: KVMemoryKind, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`dynamo#14416`: a tier returned other bytes than were stored, and the answers were wrong without an error."""
-    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place=place))
+    place_kv_caches(monkeypatch, place)
     reference = references("llama")
     with make_engine(reference.folder, **SMALL) as engine:
         assert ask_in_turn(engine, reference) == reference.answers[:4]
@@ -246,7 +245,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         make_engine(folder, host_kv_bytes=10)
     with pytest.raises(ConfigError, match="prefix"):
         make_engine(folder, host_kv_bytes=1 << 20, enable_prefix_caching=False)
-    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="mirrored"))
+    place_kv_caches(monkeypatch, "mirrored")
     with pytest.raises(ConfigError, match="tensor_parallel_size"):
         make_engine(folder, host_kv_bytes=1 << 20)
 

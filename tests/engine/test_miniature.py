@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading import layer_probe, miniature, refusals
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison, small_config
-from baton_serve.engine.model import attention_adapters, fused
+from baton_serve.engine.model import attention_adapters, fused_layers
 from baton_serve.engine.model import paged_attention as attention
 from tests.engine.driving import make_engine
 from tests.families import FAMILIES
@@ -34,7 +34,7 @@ def build(family: str, **overrides: Any) -> torch.nn.Module:
 def unlisted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Treat every class as one that no sweep has compared."""
     monkeypatch.setattr(miniature, "CLASSES", frozenset())
-    monkeypatch.setattr(fused, "fits", lambda module: False)
+    monkeypatch.setattr(fused_layers, "fits", lambda module: False)
 
 
 # Of Gemma 4 with wide MLPs in some layers no miniature can be made: its config has entries for single layers.
@@ -75,15 +75,15 @@ def test_a_model_that_passes_is_served(tmp_path: Path, unlisted: None) -> None:
 
 
 def test_classes_of_a_sweep_are_not_compared_again_with_the_same_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fused, "fits", lambda module: False)
+    monkeypatch.setattr(fused_layers, "fits", lambda module: False)
     monkeypatch.setattr(miniature, "TRANSFORMERS_VERSION", transformers.__version__)
     model = build("llama")
     assert not needs_comparison(model)
     monkeypatch.setattr(miniature, "TRANSFORMERS_VERSION", "0.1")
     assert needs_comparison(model)
-    monkeypatch.setattr(fused, "fits", lambda module: True)
+    monkeypatch.setattr(fused_layers, "fits", lambda module: True)
     assert not needs_comparison(model)
-    monkeypatch.setattr(fused, "fits", lambda module: False)
+    monkeypatch.setattr(fused_layers, "fits", lambda module: False)
     assert not needs_comparison(build("falcon_alibi"))
 
 

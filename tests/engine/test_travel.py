@@ -1,14 +1,13 @@
 """Handoffs between engines whose devices each hold a part of every block: CPU engines with a mirror all the same."""
 
 import os
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine import Engine, KVCache
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from baton_serve.engine import Engine
+from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
@@ -23,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", partial(KVCache, place="mirrored"))
+    place_kv_caches(monkeypatch, "mirrored")
 
 
 def host_bytes(engine: Engine) -> int:
