@@ -14,6 +14,7 @@ import fcntl
 import os
 import re
 import secrets
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -279,8 +280,12 @@ class BatchStore:
 
 
 def new_batch_id() -> str:
-    """Return a new random id for a batch."""
-    return f"batch_{secrets.token_hex(12)}"
+    """Return a new id for a batch. Ids sort in the order of their creation.
+
+    `created_at` counts whole seconds. If ids were only random, a newer batch could be forgotten before an older one of
+    the same second.
+    """
+    return f"batch_{time.time_ns():016x}{secrets.token_hex(4)}"
 
 
 def _replace(path: Path, record: Any) -> None:

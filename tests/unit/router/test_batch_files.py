@@ -150,6 +150,12 @@ def stored_file(store: BatchStore, *, owner: str = "me", expires_at: int = 50, c
     return file_id
 
 
+def test_batch_ids_sort_in_the_order_of_their_creation() -> None:
+    ids = [new_batch_id() for _ in range(1000)]
+    assert ids == sorted(ids)
+    assert len({len(one) for one in ids}) == 1
+
+
 def test_files_of_another_owner_do_not_exist(tmp_path: Path) -> None:
     store = BatchStore(str(tmp_path), LIMITS)
     file_id = stored_file(store)
