@@ -140,7 +140,8 @@ class InterleavedRuns:
     """Measures a value and its limit alternately on a CPU; on an accelerator, which has no other load, once."""
 
     def __init__(self, options: argparse.Namespace, target: torch.device) -> None:
-        self._target, self._count = target, options.tensor_parallel_size
+        self._target = target
+        self._count = options.tensor_parallel_size * options.pipeline_parallel_size
         self.is_host = device.is_host(target)
         self.rounds = options.rounds if self.is_host else 1
         self.first = measure_limits(target).times(self._count)
@@ -197,10 +198,11 @@ def decoding(
     def timed(count: int) -> list[float]:
         times: list[float] = []
         while len(times) < count:
-            started = time.perf_counter()
-            result = engine.step()
+            started, num_decoded = time.perf_counter(), 0
+            while num_decoded < batch:  # a pipeline decodes the sequences in several steps
+                num_decoded += len(engine.step().tokens)
             times.append(time.perf_counter() - started)
-            assert len(result.tokens) == batch, f"{len(result.tokens)} of {batch} sequences were decoded"
+            assert num_decoded == batch, f"{num_decoded} tokens of {batch} sequences were decoded"
         return times
 
     yield timed
@@ -352,6 +354,8 @@ def _config(options: argparse.Namespace, model: str) -> EngineConfig:
     longest = max([*options.context, *options.single, *(length for _, length in options.prefill)])
     return EngineConfig(
         tensor_parallel_size=options.tensor_parallel_size,
+        pipeline_parallel_size=options.pipeline_parallel_size,
+        enable_expert_parallel=options.enable_expert_parallel,
         disable_custom_all_reduce=options.disable_custom_all_reduce,
         cpu_offload_gb=options.cpu_offload_gb,
         model=model,
@@ -418,6 +422,12 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument(
         "--tensor-parallel-size", type=int, default=1, help="number of devices over which the model is split"
+    )
+    made.add_argument(
+        "--pipeline-parallel-size", type=int, default=1, help="number of stages into which the layers are divided"
+    )
+    made.add_argument(
+        "--enable-expert-parallel", action="store_true", help="give each device whole experts, not a part of each"
     )
     made.add_argument(
         "--cpu-offload-gb", type=float, default=0.0, help="memory to save by weights in host memory, in GiB"
