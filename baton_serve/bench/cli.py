@@ -27,6 +27,7 @@ BENCHES = {
     "kernels": ("micro.kernels", "list the kernels of a decode step on an accelerator, and the idle time before each"),
     "load": ("micro.weight_loading", "measure loading of weights, against a plain read of the same files"),
     "pooling": ("micro.pooling", "measure embeddings without a server, against Sentence Transformers"),
+    "media": ("micro.media", "measure images and speech without a server: TTFT, cached images, windows of audio"),
     "ready": ("serving.ready", "measure the start of `baton serve` by stages, against an import of torch alone"),
     "router": (
         "router.load",
