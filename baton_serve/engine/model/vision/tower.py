@@ -25,6 +25,7 @@ from baton_serve.engine.model.speech.sounds import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.window_attention import use_window_attention
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -103,6 +104,7 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     reader = HFImageReader(folder, family)
     hf_config = read_config(folder, config)
     module = _load(folder, hf_config, config, dtype)
+    use_window_attention(module)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
     width = _try(tower, folder, hf_config.get_text_config())
     if width:
