@@ -326,6 +326,15 @@ def pinned_memory(device: torch.device, num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
 
 
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from host memory to the device, without waiting for work that is queued on it. The caller may
+    change or free `values` at once."""
+    if is_host(device):
+        return values.to(device)
+    # From ordinary memory the copy would wait. torch keeps the pinned copy until the device has read it.
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 def collective_backend(device: torch.device) -> str:
     """Return the name of torch.distributed's backend for tensors of this device, such as "nccl"."""
     return {"cuda": "nccl", "xpu": "xccl"}.get(device.type, "gloo")

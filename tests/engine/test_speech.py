@@ -16,7 +16,10 @@ from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import TranscriptSpec
 from baton_serve.engine import ConfigError, Engine, RequestError
 from baton_serve.engine.core.outputs import FailedRequest
+from baton_serve.engine.core.scheduler import ScheduledBatch
+from baton_serve.engine.model.batch_inputs import SourceRows
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
+from baton_serve.engine.model.speech.prompt import PromptAudio
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
@@ -27,6 +30,7 @@ from tests.speech import (
     PROMPT,
     SUPPRESSED,
     TIMED_PROMPT,
+    WINDOW_S,
     Reference,
     tones,
     wav,
@@ -95,6 +99,25 @@ def test_tokens_of_a_batch_of_windows_equal_transformers(engine: Engine, referen
     expected = {(f"w{n}", 0): reference.answer(tones(n), COUNT) for n in range(4)}
     assert ask(engine, files) == expected
     assert len({tuple(tokens) for tokens in expected.values()}) > 2
+
+
+def test_sources_of_one_step_are_stored_in_groups(
+    engine: Engine, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each group costs two products and a write in every layer, however many windows it has."""
+    groups: list[int] = []
+    own = PromptAudio.encoded
+
+    def encoded(self: PromptAudio, plan: ScheduledBatch) -> list[SourceRows]:
+        found = own(self, plan)
+        groups.extend(len(rows.states) // (WINDOW_S * 50) for rows in found)
+        return found
+
+    monkeypatch.setattr(PromptAudio, "encoded", encoded)
+    numbers = [70, 71, 70, 72, 73, 74]
+    answers = ask(engine, {f"s{place}": wav(tones(number)) for place, number in enumerate(numbers)})
+    assert answers == {(f"s{place}", 0): reference.answer(tones(n), COUNT) for place, n in enumerate(numbers)}
+    assert groups == [4, 2]
 
 
 def test_a_prompt_in_chunks_with_earlier_text_equals_transformers(folder: Path, reference: Reference) -> None:

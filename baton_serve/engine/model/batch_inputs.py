@@ -39,8 +39,8 @@ class ImageRows(NamedTuple):
 
 
 class SourceRows(NamedTuple):
-    """The output of an encoder for one source, and the KV cache positions `slots` of its cross-attention keys and
-    values. The step computes and stores these in each layer before it attends to them.
+    """The outputs of an encoder for some sources, one after another, and the KV cache positions `slots` of their
+    cross-attention keys and values. The step computes and stores these in each layer before it attends to them.
     """
 
     slots: Tensor  # int64 [positions], as in AttentionMetadata

@@ -43,9 +43,11 @@ class HFAudioReader:
             self._window_s = float(self._extractor.chunk_length)
         except LOAD_ERRORS as exc:
             raise ModelError(f"cannot load a feature extractor from {folder}: {first_line(exc)}") from exc
+        self.dtype = torch.float32
+        """The dtype of features; the encoder sets its own, so that the engine's thread has nothing to convert."""
 
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
-        """Return the mel features of audio files, by the digest of the file: float32 [mel bins, frames] in host memory.
+        """Return the mel features of audio files, by the digest of the file: [mel bins, frames] in host memory.
         `images` are WAV files, each of which holds one window of audio.
 
         Raises `RequestError` for a file that is longer than the encoder's window, or not a WAV file with 16-bit
@@ -88,4 +90,4 @@ class HFAudioReader:
 
     def _features(self, samples: Samples) -> Tensor:
         found: Tensor = self._extractor(samples, sampling_rate=self._rate_hz, return_tensors="pt").input_features
-        return found[0].to(torch.float32)
+        return found[0].to(self.dtype)

@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
@@ -31,7 +32,7 @@ class SpeechEncoder:
         self.reader = reader
         self._module = module
         self.device = device
-        self._dtype = next(module.parameters()).dtype
+        self._dtype = reader.dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
     def encode(self, windows: list[Tensor]) -> list[Tensor]:
@@ -40,8 +41,8 @@ class SpeechEncoder:
         """
         found: list[Tensor] = []
         for start in range(0, len(windows), MAX_BATCH):
-            batch = torch.stack(windows[start : start + MAX_BATCH]).to(self.device, self._dtype)
-            found += cast(Any, self._module)(batch).last_hidden_state.unbind(0)
+            batch = torch.stack(windows[start : start + MAX_BATCH]).to(self._dtype)
+            found += cast(Any, self._module)(devices.send(batch, self.device)).last_hidden_state.unbind(0)
         return found
 
 

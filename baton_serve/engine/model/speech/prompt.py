@@ -2,19 +2,22 @@
 source has no cached blocks.
 """
 
+from collections.abc import Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.messages import Work
+from baton_serve.engine import device as devices
 from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.core.sequence import Request, Sequence
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
-from baton_serve.engine.model.speech.encoder import SpeechEncoder
+from baton_serve.engine.model.speech.encoder import MAX_BATCH, SpeechEncoder
 from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
 
 
@@ -72,17 +75,24 @@ class PromptAudio:
         # Sequences of one step may have the same audio, which is then encoded once.
         windows = {_digest(sequence): self._windows[sequence.request] for sequence in waiting}
         states = dict(zip(windows, self._encoder.encode(list(windows.values())), strict=True))
-        found = ((sequence, states[_digest(sequence)]) for sequence in waiting)
-        return [SourceRows(self._slots(sequence, len(rows)), rows) for sequence, rows in found]
+        return [self._stored(waiting[at : at + MAX_BATCH], states) for at in range(0, len(waiting), MAX_BATCH)]
 
-    def _slots(self, sequence: Sequence, count: int) -> Tensor:
-        """Return the KV cache positions for the cross-attention keys and values of a sequence, int64 [count], one for
-        each of the `count` positions of the encoder's output.
+    def _stored(self, sequences: list[Sequence], states: Mapping[bytes, Tensor]) -> SourceRows:
+        """Return the encoder's outputs for some sequences, whose keys and values are then computed together. `states`
+        are the outputs by digest.
+        """
+        rows = [states[_digest(sequence)] for sequence in sequences]
+        slots = [self._slots(sequence, len(found)) for sequence, found in zip(sequences, rows, strict=True)]
+        where = torch.from_numpy(np.concatenate(slots))
+        return SourceRows(devices.send(where, self._encoder.device), torch.cat(rows))
+
+    def _slots(self, sequence: Sequence, count: int) -> NDArray[np.int64]:
+        """Return the KV cache positions for the cross-attention keys and values of a sequence, [count], one for each of
+        the `count` positions of the encoder's output.
         """
         blocks = np.array(sequence.source_blocks, dtype=np.int64)[:, None] * self._block_tokens
         # The last block may have more places than there are positions left.
-        slots = (blocks + np.arange(self._block_tokens)).reshape(-1)[:count]
-        return torch.from_numpy(slots).to(self._encoder.device, non_blocking=True)
+        return (blocks + np.arange(self._block_tokens)).reshape(-1)[:count]
 
 
 def _digest(sequence: Sequence) -> bytes:

@@ -42,6 +42,8 @@ class HFImageReader:
         self._family = family
         self.embedding_layout: KVLayout | None = None
         """The layout of blocks with embeddings of these images; the tower sets it, which knows their width."""
+        self.dtype = torch.float32
+        """The dtype of pixels; the tower sets its own, so that the engine's thread has nothing to convert."""
 
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
         """Decode and preprocess images, videos and audio; the result is keyed by the digests of their spans.
@@ -85,7 +87,7 @@ class HFImageReader:
         assert len(patches) == grid.frames * grid.rows * grid.columns * per_token, "each token has its patches"
         return [
             DecodedImage({"pixel_values_videos": part, "video_grid_thw": shape}, clip.width, clip.height, one)
-            for part in patches.chunk(parts)
+            for part in patches.to(self.dtype).chunk(parts)
         ]
 
     def _image(self, data: memoryview, family: ImageFamily) -> DecodedImage:
@@ -110,7 +112,7 @@ class HFImageReader:
             raise ValueError("this model reads no images")
         found = self._processor(images=image, return_tensors="pt", **family.processor_settings)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        inputs = {name: one.to(torch.float32) if one.is_floating_point() else one for name, one in tensors.items()}
+        inputs = {name: one.to(self.dtype) if one.is_floating_point() else one for name, one in tensors.items()}
         text = None if family is self._family else family.text_of(width=image.width, height=image.height)
         return DecodedImage(inputs, image.width, image.height, text)
 

@@ -18,8 +18,8 @@ from baton_serve.engine.model.batch_inputs import ImageRows
 class DecodedImage(NamedTuple):
     """A preprocessed image or video. `width` and `height` are those of the file.
 
-    `inputs` are what the model's image processor returns, by its names, in host memory: `pixel_values` in float32, and
-    for some families sizes, masks or numbers of tiles.
+    `inputs` are what the model's image processor returns, by its names, in host memory: `pixel_values` in the tower's
+    dtype or float32, and for some families sizes, masks or numbers of tiles.
     """
 
     inputs: Mapping[str, Tensor]

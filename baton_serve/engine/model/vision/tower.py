@@ -18,6 +18,7 @@ from baton_serve.contracts.media import Clip
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, versioned, weights_fingerprint
@@ -54,7 +55,7 @@ class VisionTower:
         self._names = inspect.signature(getattr(module, "get_image_features", len)).parameters.keys()
         self._video_names = inspect.signature(getattr(module, "get_video_features", len)).parameters.keys()
         self._device = device
-        self._dtype = next(module.parameters()).dtype
+        self._dtype = reader.dtype = next(module.parameters()).dtype
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
@@ -83,7 +84,7 @@ class VisionTower:
         """Copy a tensor of the image processor, or embeddings, to the device; floating-point tensors get the dtype of
         the tower's weights.
         """
-        return value.to(self._device, self._dtype if value.is_floating_point() else None)
+        return devices.send(value.to(self._dtype) if value.is_floating_point() else value, self._device)
 
 
 def _joined(features: Tensor | Sequence[Tensor]) -> Tensor:
