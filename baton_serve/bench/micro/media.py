@@ -38,6 +38,7 @@ from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.contracts.vision import image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig, device
+from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.engine.model.vision.tower import load_tower
 
@@ -72,25 +73,27 @@ class Works:
     """Makes requests with greedy answers of a fixed length, and runs them."""
 
     def __init__(self, engine: Engine) -> None:
+        assert engine.image_reader is not None, "the model reads images or audio"
         self.engine = engine
+        self._kept = KeptPictures(engine.image_reader)
         self._numbers = itertools.count()
+        layout = engine.layout
+        self._root = root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens)
 
     def work(self, tokens: list[int], media: list[MediaSpan], max_tokens: int) -> Work:
         """Return a request for a prompt with these spans of images or audio."""
-        layout = self.engine.layout
         work = Work(
             request_id=RequestId(str(next(self._numbers))),
             token_ids=tokens,
             num_prompt_tokens=len(tokens),
             sampling=SamplingSpec(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
-            root=root_hash(fingerprint=layout.fingerprint, kv_dtype=layout.dtype, block_tokens=layout.block_tokens),
+            root=self._root,
         )
         return msgspec.structs.replace(work, media=media)
 
     def read(self, file: bytes) -> Pixels:
-        """Decode and preprocess a file as an instance does."""
-        assert self.engine.image_reader is not None, "the model reads images or audio"
-        return self.engine.image_reader.read([file])
+        """Decode and preprocess a file as an instance does, which keeps recent ones decoded."""
+        return self._kept.read(self._root, [file])
 
     def answer_s(self, work: Work, pixels: Pixels = NO_PIXELS) -> float:
         """Return the seconds from giving a request to the engine, which is idle, to its last token."""

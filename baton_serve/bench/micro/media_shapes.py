@@ -115,7 +115,7 @@ def write_media_shape(kind: Kind, folder: Path, *, is_small: bool) -> Path:
 def _images(*, is_small: bool) -> tuple[dict[str, object], dict[str, object]]:
     """Return the contents of config.json and preprocessor_config.json."""
     text = {**_TEXT, **_SMALL_TEXT} if is_small else _TEXT
-    config = {
+    config: dict[str, object] = {
         "model_type": "qwen2_5_vl",
         "architectures": ["Qwen2_5_VLForConditionalGeneration"],
         "text_config": text,
@@ -126,7 +126,7 @@ def _images(*, is_small: bool) -> tuple[dict[str, object], dict[str, object]]:
         "vision_end_token_id": 313 if is_small else 151653,
         "tie_word_embeddings": False,
     }
-    reader = {
+    reader: dict[str, object] = {
         "image_processor_type": "Qwen2VLImageProcessor",
         "min_pixels": 56 * 56,
         "max_pixels": 28 * 28 * 16384,
@@ -144,7 +144,7 @@ def _speech(*, is_small: bool) -> tuple[dict[str, object], dict[str, object]]:
     config = {**_SPEECH, **_SMALL_SPEECH} if is_small else _SPEECH
     positions = config["max_source_positions"]
     assert isinstance(positions, int)
-    reader = {
+    reader: dict[str, object] = {
         "feature_extractor_type": "WhisperFeatureExtractor",
         "feature_size": config["num_mel_bins"],
         "sampling_rate": 16000,

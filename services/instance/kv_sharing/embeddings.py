@@ -21,6 +21,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import EmbeddingShape, MediaSpan, digest_of
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.engine.device import DTYPES
+from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, DecodedImage, EncodedImage, ImageReader, Pixels
 from baton_serve.kvtransfer import (
     Corrupt,
@@ -198,7 +199,7 @@ class PromptImageSource:
 
     def __init__(self, reader: ImageReader | None = None, fetcher: EmbeddingFetcher | None = None) -> None:
         """Without `reader`, this instance computes no prompts with images; without `fetcher` it encodes all itself."""
-        self._reader = reader
+        self._kept = None if reader is None else KeptPictures(reader)
         self._fetcher = fetcher
 
     async def images(self, request: AttemptEntry, message: Prefill | Generate) -> Pixels:
@@ -207,8 +208,8 @@ class PromptImageSource:
         Return `NO_PIXELS` without images, or if this instance decodes none; the engine then refuses a prompt that has
         images. Raises `engine.errors.RequestError` if a file cannot be decoded.
         """
-        reader, files = self._reader, message.images
-        if not files or reader is None:
+        kept, files, root = self._kept, message.images, request.work.root
+        if not files or kept is None:
             return NO_PIXELS
         fetched: dict[bytes, EncodedImage] = {}
         if message.embeddings and self._fetcher is not None:
@@ -216,7 +217,7 @@ class PromptImageSource:
 
         def decode() -> Mapping[bytes, DecodedImage]:
             # Hashing again costs less than decoding, and nothing says which file has which digest.
-            return reader.read(file for file in files if not fetched or digest_of(file) not in fetched)
+            return kept.read(root, (file for file in files if not fetched or digest_of(file) not in fetched))
 
         # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
         return {**await asyncio.to_thread(decode), **fetched}
