@@ -18,8 +18,8 @@ The root separates tenants; otherwise one could find out by timing whether anoth
 
 
 class KeptPictures:
-    """Decodes files with a reader, and keeps the most recently used ones up to a number of bytes. Callable from any
-    thread.
+    """Decodes files with an `ImageReader`, and keeps the most recently used ones up to a number of bytes. Callable from
+    any thread.
     """
 
     def __init__(self, reader: ImageReader, max_bytes: int = MAX_KEPT_BYTES) -> None:
