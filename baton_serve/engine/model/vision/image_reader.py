@@ -19,6 +19,7 @@ from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, Clip, digest_of
 from baton_serve.contracts.vision import ImageFamily, configured
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.speech.sounds import HFSoundReader
+from baton_serve.engine.model.vision.pixel_table import PixelTable, pixel_table
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
@@ -43,7 +44,13 @@ class HFImageReader:
         self.embedding_layout: KVLayout | None = None
         """The layout of blocks with embeddings of these images; the tower sets it, which knows their width."""
         self.dtype = torch.float32
-        """The dtype of pixels; the tower sets its own, so that the engine's thread has nothing to convert."""
+        """The dtype of pixels (see `use_dtype`)."""
+        self._table: PixelTable | None = None
+
+    def use_dtype(self, dtype: torch.dtype) -> None:
+        """Let pixels have the tower's dtype, so that the engine's thread has nothing to convert."""
+        self.dtype = dtype
+        self._table = None if self._processor is None else pixel_table(self._processor, self._family, dtype)
 
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
         """Decode and preprocess images, videos and audio; the result is keyed by the digests of their spans.
@@ -110,7 +117,10 @@ class HFImageReader:
         family = family or self._family
         if self._processor is None:
             raise ValueError("this model reads no images")
-        found = self._processor(images=image, return_tensors="pt", **family.processor_settings)
+        if self._table is None:
+            found = self._processor(images=image, return_tensors="pt", **family.processor_settings)
+        else:
+            found = self._table.patches(image, family)
         tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
         inputs = {name: one.to(self.dtype) if one.is_floating_point() else one for name, one in tensors.items()}
         text = None if family is self._family else family.text_of(width=image.width, height=image.height)

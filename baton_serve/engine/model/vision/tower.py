@@ -55,7 +55,8 @@ class VisionTower:
         self._names = inspect.signature(getattr(module, "get_image_features", len)).parameters.keys()
         self._video_names = inspect.signature(getattr(module, "get_video_features", len)).parameters.keys()
         self._device = device
-        self._dtype = reader.dtype = next(module.parameters()).dtype
+        self._dtype = next(module.parameters()).dtype
+        reader.use_dtype(self._dtype)
 
     @torch.inference_mode()
     def encode(self, picture: DecodedImage) -> Tensor:
