@@ -102,22 +102,23 @@ def test_sampling_logprobs_and_several_sequences(references: References) -> None
 
 def test_every_stage_has_a_step_while_prompts_have_chunks(references: References) -> None:
     reference = references("llama")
-    with make_engine(reference.folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
+    with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
         engine.add(make_work(engine, "long", reference.prompts[3]))
         engine.step()
-        # The first step is finished, and the next chunk has gone to the first stage meanwhile.
-        assert len(engine._steps._in_stages) == 1
+        # The first step is finished, and before its tokens were read the first stage got another chunk.
+        chunks = [(chunk.start, chunk.length) for step in engine._steps._in_stages for chunk in step.plan.chunks]
+        assert chunks == [(16, 16), (32, 16)]
         assert run(engine)["long", 0] == reference.answers[3]
 
 
 def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(references: References) -> None:
-    with make_engine(references("llama").folder, max_num_batched_tokens=16, pipeline_parallel_size=2) as engine:
+    with make_engine(references("llama").folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
         work = make_work(engine, "long", references("llama").prompts[3])
         engine.add(work)
         engine.step()
-        # One chunk of a block is finished; the second is registered, and the last stage still computes it.
+        # One chunk of a block is finished; two more are registered, and the stages still compute them.
         names = hash_blocks(work.root, work.token_ids[:96], 16)
-        assert len(engine.cached_block_hashes()) == 2
+        assert len(engine.cached_block_hashes()) == 3
         assert [name for name, _ in engine.pin(RequestId("pull"), names)] == names[:1]
         engine.unpin(RequestId("pull"))
         run(engine)

@@ -71,6 +71,12 @@ class StageLinks:
         assert self._is_first
         return self._received(self._back, num_rows, self._peers.last)
 
+    def waiting_bytes(self, num_rows: int) -> int:
+        """Return the most memory in bytes that activations of `num_rows` rows take while they are sent, and while the
+        device has not come to a step whose input this rank has received.
+        """
+        return (MAX_RUNNING_SENDS + 1) * num_rows * self._like.shape[1] * self._like.element_size()
+
     def abort(self) -> None:
         """Make `send` and `receive` return if they wait for a rank that has exited, if the backend supports that.
         Callable from any thread.

@@ -41,6 +41,13 @@ WINDOW_CHUNK_TOKENS = 512
 """Length of a chunk, in tokens, for which a prompt always has blocks in cache groups with a window. Longer chunks need
 more free blocks."""
 
+STEPS_PER_STAGE = 4
+"""Number of steps for each stage of a pipeline into which the waiting prompts are divided at least. Stages are idle
+while the first step passes through them, which is long compared with all steps if these are few."""
+MIN_STAGE_STEP_TOKENS, FULL_STAGE_STEP_TOKENS = 512, 1024
+"""Prompt tokens of a step of a pipeline: what waiting prompts are not divided below, and what `max_num_batched_tokens`
+is not divided below for large batches. Launching a smaller step takes the host longer than its work takes a device."""
+
 
 class BlockCopy(NamedTuple):
     """A planned copy on the device: the KV of all layers in block `source` goes to block `target`."""
@@ -80,6 +87,31 @@ class SchedulerConfig:
     """True if no chunk may end inside an image, because its tokens attend to each other in both directions."""
     has_position_rows: bool = False
     """True for models whose positions have three rows, for which images may shift the positions of text."""
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        """Return the largest number of prompt tokens in a step. With a pipeline it is smaller than
+        `max_num_batched_tokens`: as several steps are computed at once, they have that many tokens together."""
+        if self.num_stages == 1:
+            return self.max_num_batched_tokens
+        share = self.max_num_batched_tokens // self.num_stages
+        return max(1, share // 2, min(share, FULL_STAGE_STEP_TOKENS))
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Return the largest number of tokens in a step, for which the device must have memory."""
+        # A step may be longer than its share if an image begins it, which no chunk may end inside.
+        if self.keeps_images_whole:
+            return self.max_num_batched_tokens
+        return min(self.max_num_batched_tokens, self.max_prompt_tokens + self.max_num_seqs)
+
+    def prompt_tokens_for(self, num_unfinished: int) -> int:
+        """Return how many prompt tokens the next step may have, if the prompts that are not finished have so many
+        tokens together. With a pipeline, few prompts are divided into small steps, so that all stages have work."""
+        if self.num_stages == 1:
+            return self.max_num_batched_tokens
+        share = -(-num_unfinished // (STEPS_PER_STAGE * self.num_stages))
+        return min(self.max_prompt_tokens, max(share, MIN_STAGE_STEP_TOKENS))
 
     @property
     def source_blocks(self) -> int:

@@ -165,6 +165,7 @@ class Scheduler:
             # The chunk budget protects decoding sequences only if prompts can enter this step.
             if decoding and (unfinished or self._table.peek_waiting() is not None):
                 budget = min(budget, self._chunk_budget(decoding, budget))
+            budget = min(budget, _stage_budget(self._table, unfinished))
             self._append_prompts(chunks, unfinished, budget, now)
         return ScheduledBatch(chunks, _sample_rows(chunks))
 
@@ -299,7 +300,9 @@ class Scheduler:
         itl_slos_s = [s.request.work.itl_s for s in decoding]
         if None in itl_slos_s or not step_time_model.meets_itl_slos(itl_slos_s):
             return 0.0
-        chunk_budget = self._chunk_budget(decoding, self._table.limits.max_num_batched_tokens - len(decoding))
+        limits = self._table.limits
+        budget = min(limits.max_prompt_tokens, limits.max_num_batched_tokens - len(decoding))
+        chunk_budget = self._chunk_budget(decoding, budget)
         return step_time_model.tokens_per_s(chunk_budget, len(decoding))
 
     def _chunk_budget(self, decoding: list[Sequence], budget: int) -> int:
@@ -480,6 +483,22 @@ def _decode_quota(table: RequestTable) -> int:
         return table.limits.max_num_seqs
     num_decoding = sum(sequence.num_uncomputed_tokens <= 1 for sequence in table.running)
     return max(1, -(-num_decoding // table.limits.num_stages))
+
+
+def _stage_budget(table: RequestTable, unfinished: list[Sequence]) -> int:
+    """Return how many prompt tokens the next step may have, so that all stages of a pipeline have work. `unfinished`
+    are the running sequences whose prompts are not finished."""
+    limits = table.limits
+    if limits.num_stages == 1:
+        return limits.max_num_batched_tokens
+    # Whole prompts are counted, not what is left of them: steps that become smaller towards the end gain nothing.
+    total = sum(len(sequence.token_ids) - sequence.request.cached_tokens for sequence in unfinished)
+    for sequence in table.iter_waiting():
+        # More tokens make no difference, and the queue may be long.
+        if limits.prompt_tokens_for(total) == limits.max_prompt_tokens:
+            break
+        total += len(sequence.token_ids)
+    return limits.prompt_tokens_for(total)
 
 
 def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:

@@ -1,5 +1,7 @@
 """Sizes the KV cache: the memory that is left beside the weights and the largest step, on all ranks."""
 
+from dataclasses import replace
+
 import torch
 
 from baton_serve.engine import device as devices
@@ -119,10 +121,17 @@ class KVCacheBuilder:
         least = min(num_bytes / shares[rank // size] for rank, num_bytes in enumerate(available))
         return int(least / self._setup.block_share)
 
+    def _bytes_in_flight(self, num_tokens: int) -> int:
+        """Return the size of the activations of `num_tokens` tokens that are sent and received while a stage of a
+        pipeline computes another step; 0 without a pipeline."""
+        return 0 if self._ranks.links is None else self._ranks.links.waiting_bytes(num_tokens)
+
     def _measure(self, masking: TokenMasker) -> list[int]:
         """Run the largest possible step. Return, by rank, how many bytes are left for the KV cache beside the weights
         and what that step needs."""
-        tokens = self._limits.max_num_batched_tokens
+        tokens = self._limits.max_step_tokens
+        # Stages divide prompts into smaller steps, and this one is the largest.
+        limits = replace(self._limits, num_stages=1, max_num_batched_tokens=tokens)
         # A small cache that holds the prompts of the largest step, and one block more for each sequence to grow.
         num_blocks = 2 + (-(-tokens // self._layout.block_tokens) + self._limits.max_num_seqs) * self._layout.num_groups
         cache = self.make(num_blocks)
@@ -130,7 +139,7 @@ class KVCacheBuilder:
         states = self.make_states(cache).views
         own = LocalExecutor(self._forward, cache, self._limits, states)
         executor = make_executor(own, self._forward, self._ranks, self._vocab_size)
-        run_warm_up_batch(ModelRunner(executor, self._limits, self._device, masking), num_blocks, self._limits, tokens)
+        run_warm_up_batch(ModelRunner(executor, limits, self._device, masking), num_blocks, limits, tokens)
         used = devices.peak_bytes(self._device) - before
         cache.close()
         # Drop the executor's views, or the small cache would count as used memory.
@@ -139,7 +148,7 @@ class KVCacheBuilder:
         # less than the largest step.
         measure = MeasureMemory(
             work_factor=2 if self.uses_graphs else 1,
-            extra_bytes=SAMPLER_COPIES * 4 * self._limits.max_num_seqs * self._vocab_size,
+            extra_bytes=SAMPLER_COPIES * 4 * limits.max_num_seqs * self._vocab_size + self._bytes_in_flight(tokens),
         )
         activation = used * measure.work_factor + measure.extra_bytes
         return self._ranks.available_bytes(capacity.cache_bytes(self._config, self._device, activation), measure)

@@ -147,7 +147,11 @@ class StepLoop:
         while len(self._in_stages) < self._table.limits.num_stages and self._begin_in_stages():
             pass
         if self._in_stages:
-            current = self._choose(self._in_stages.popleft(), result)
+            current = self._choose(self._in_stages[0], result)
+            # The first stage must have work while the host processes the tokens of this step. Launched before `_choose`
+            # it would delay them, since the device computes it first.
+            self._begin_in_stages()
+            self._in_stages.popleft()
             if current is not None:
                 self._finish(current, result)
 

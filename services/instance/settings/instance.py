@@ -174,8 +174,8 @@ class InstanceSettings(MemorySettings, frozen=True, kw_only=True):
         int | None,
         Meta(
             description="maximum number of tokens that one step computes; longer prompts are split into chunks of"
-            " this size. Lower values give sequences that decode in the same steps a shorter ITL,"
-            " higher ones a shorter TTFT (default: 512 on cpu, 2048 on other devices)",
+            " this size, or smaller with a pipeline, whose stages share it. Lower values give sequences that decode in"
+            " the same steps a shorter ITL, higher ones a shorter TTFT (default: 512 on cpu, 2048 on other devices)",
             ge=1,
         ),
     ] = None

@@ -282,3 +282,55 @@ def test_a_checkpoint_is_taken_where_the_router_sees_prompts_part() -> None:
     assert lengths[:4] == [8, 4, 8, 3]
     names = hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS)
     assert [len(table.checkpoints.find(name)) for name in names] == [0, 1, 1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "batched", "unfinished", "expected"),
+    [
+        (1, 8192, 600, 8192),
+        # Little work goes in steps that are worth their launch, and more of it in more tokens each.
+        (2, 8192, 600, 512),
+        (2, 8192, 8192, 1024),
+        (4, 8192, 8192, 512),
+        # Much work goes in so many steps that filling the stages takes a small part of the time.
+        (2, 8192, 65536, 2048),
+        (4, 8192, 65536, 1024),
+        # A small limit is divided once, so that a step is not too small for a device.
+        (2, 2048, 65536, 1024),
+        (2, 24, 100, 12),
+        (4, 3, 100, 1),
+    ],
+)
+def test_stages_share_the_prompt_tokens_of_a_step(
+    num_stages: int, batched: int, unfinished: int, expected: int
+) -> None:
+    limits = replace(make_table(batched=batched).limits, num_stages=num_stages)
+    assert limits.prompt_tokens_for(unfinished) == expected
+    assert limits.max_prompt_tokens >= expected
+
+
+def test_the_largest_step_of_a_pipeline() -> None:
+    limits = replace(make_table(seqs=256, batched=8192).limits, num_stages=2)
+    assert limits.max_step_tokens == 2048 + 256
+    assert replace(limits, keeps_images_whole=True).max_step_tokens == 8192
+    assert replace(limits, num_stages=1).max_step_tokens == 8192
+
+
+def test_a_long_prompt_is_divided_for_all_stages() -> None:
+    table = make_table(num_blocks=2100, batched=8192, num_stages=2)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 8192))
+    launched = []
+    # Before any of them is finished, and all equally long although less and less of the prompt is left.
+    while (plan := scheduler.schedule_ahead(0.0)) is not None:
+        launched.append(plan)
+        scheduler.advance(plan)
+    assert [lengths(plan) for plan in launched] == [{"a": 1024}] * 8
+
+
+def test_waiting_prompts_count_for_the_size_of_the_steps_of_stages() -> None:
+    table = make_table(num_blocks=2100, batched=8192, num_stages=2)
+    scheduler = Scheduler(table)
+    for name in "abcdefgh":
+        add(table, make_work(name, [ord(name)] * 2048))
+    assert lengths(scheduler.schedule(0.0)) == {"a": 2048}
