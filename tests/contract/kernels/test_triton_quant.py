@@ -106,6 +106,25 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
     assert torch.equal(tile_product(x, weight, None)[:2], tile_product(x[:2], weight, None))
 
 
+@pytest.mark.parametrize(
+    ("outputs", "most", "expected"),
+    [
+        # Two projections of a model of 70 billion parameters, 256 MiB of 16 bits at once.
+        (8192, 4681, [4096, 8192]),
+        (57344, 16384, [14336, 28672, 43008, 57344]),
+        (8192, 16384, [8192]),
+        # Rounded up to whole units, two pieces are too long for the limit.
+        (1000, 511, [256, 512, 768, 1000]),
+        (100, 17, [16, 32, 48, 64, 80, 96, 100]),
+        (3, 0, [1, 2, 3]),
+    ],
+)
+def test_pieces_of_a_weight_have_columns_that_libraries_multiply_fast(
+    outputs: int, most: int, expected: list[int]
+) -> None:
+    assert triton_quant.piece_ends(outputs, most) == expected
+
+
 def test_many_rows_go_through_pieces_of_the_written_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, bias = weight_of("asym_int4", 128), torch.randn(OUTPUTS, device=DEVICE)
     x = torch.randn(triton_quant.DENSE_TOKENS, weight.inputs, device=DEVICE)

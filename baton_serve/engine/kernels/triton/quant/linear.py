@@ -1,5 +1,7 @@
 """Choose the kernel of a product with a quantized weight by its number of rows. Twin: `quantized.linear`."""
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -27,6 +29,10 @@ tiles of 64.
 """
 DENSE_BYTES = 256 << 20
 """Largest part of a weight, in bytes, that is decoded in one piece."""
+PIECE_OUTPUTS = 256
+"""The number of outputs of a piece is a multiple of this, if it has so many. Libraries multiply matrices with odd
+numbers of columns several times more slowly: tensor cores read and write 16 bytes, and whole tiles.
+"""
 
 
 def is_row(x: Tensor, weight: QuantizedWeight) -> bool:
@@ -64,12 +70,27 @@ def linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
         return row_product(x, weight, bias)
     if x.shape[0] < DENSE_TOKENS:
         return tile_product(x, weight, bias)
-    rows = max(1, DENSE_BYTES // (weight.inputs * x.element_size()))
-    if rows >= weight.outputs:
+    ends = piece_ends(weight.outputs, DENSE_BYTES // (weight.inputs * x.element_size()))
+    if len(ends) == 1:
         return torch.nn.functional.linear(x, dense(weight, x.dtype), bias)
-    pieces = []
-    for start in range(0, weight.outputs, rows):
-        end = min(start + rows, weight.outputs)
-        part = None if bias is None else bias[start:end]
-        pieces.append(torch.nn.functional.linear(x, dense(weight.rows(start, end), x.dtype), part))
-    return torch.cat(pieces, dim=1)
+    result = x.new_empty((x.shape[0], weight.outputs))
+    for start, end in pairwise([0, *ends]):
+        piece, part = dense(weight.rows(start, end), x.dtype).t(), result[:, start:end]
+        if bias is None:
+            torch.mm(x, piece, out=part)
+        else:
+            torch.addmm(bias[start:end], x, piece, out=part)
+    return result
+
+
+def piece_ends(outputs: int, most: int) -> list[int]:
+    """Return the end of each piece into which `outputs` rows of a weight are divided, of at most `most` rows each; the
+    pieces are about equally long.
+    """
+    most = max(1, most)
+    count = -(-outputs // most)
+    unit = min(PIECE_OUTPUTS, 1 << most.bit_length() - 1)
+    size = -(-outputs // (count * unit)) * unit
+    # Rounded up, a piece may be too long; then there is one more.
+    size = size if size <= most else most // unit * unit
+    return [*range(size, outputs, size), outputs]
