@@ -19,7 +19,7 @@ _COLORS, _VALUES = 3, 256
 _GRIDS = (8, 16, 32)
 """Rows and columns of tokens of images from which a table is made: one that the model does not scale is needed."""
 _TRIED = ((5, 11), (-40, 63), (-150, -201))
-"""By how much wider and higher than that image those are with which the table is tried."""
+"""The table is tried with images that are so much wider and higher than that one, in pixels."""
 
 
 class PixelTable:
