@@ -2,14 +2,10 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from torch import Tensor
 
 from baton_serve.engine import Engine
-from baton_serve.engine.model import fused
-from baton_serve.engine.model.fused_halves import HalvedLayers
 from tests.adapters import write_adapter
 from tests.engine.conftest import ANSWER_TOKENS, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -147,22 +143,3 @@ def test_a_handoff_between_one_rank_and_two(family: str, references: References)
         replayed = make_work(two, "replay", prompts[1] + answers[1][:5], num_prompt_tokens=len(prompts[1]))
         two.add(replayed)
         assert run(two)["replay", 0] == answers[1][5:]
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_moe", "olmo3"])
-def test_large_steps_are_computed_in_halves(
-    family: str, references: References, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    halved = HalvedLayers.run
-    seen: list[int] = []
-
-    def counted(self: HalvedLayers, hidden: Tensor, *rest: Any) -> Any:
-        seen.append(len(hidden))
-        return halved(self, hidden, *rest)
-
-    monkeypatch.setattr(fused, "MIN_ROWS", 8)
-    monkeypatch.setattr(HalvedLayers, "run", counted)
-    reference = references(family)
-    with make_engine(reference.folder, tensor_parallel_size=2, max_num_batched_tokens=49) as engine:
-        assert answers_of(engine, reference.prompts) == reference.answers
-    assert {length % 2 for length in seen} == {0, 1}

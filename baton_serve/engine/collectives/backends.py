@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import logging
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -48,12 +47,6 @@ class Collectives(Protocol):
         """Return the sum of `values` over the ranks, of the same shape. The memory of `values` may be overwritten."""
         ...
 
-    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start `all_reduce`, and return a function that waits for its result and returns it. The caller may compute
-        meanwhile, and must not use `values`.
-        """
-        ...
-
     def gather_columns(self, values: Tensor) -> Tensor:
         """Return the ranks' values [rows, columns] concatenated along the columns, in the order of ranks."""
         ...
@@ -93,9 +86,6 @@ class SingleRank:
 
     def all_reduce(self, values: Tensor) -> Tensor:
         return values
-
-    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        return lambda: values
 
     def gather_columns(self, values: Tensor) -> Tensor:
         return values
@@ -148,17 +138,6 @@ class TorchCollectives:
         options.asyncOp = False
         _wait(self._group.allreduce([values], options))
         return values
-
-    def start_all_reduce(self, values: Tensor) -> Callable[[], Tensor]:
-        options = self._distributed.AllreduceOptions()
-        options.asyncOp = True  # on a stream of its own
-        work = self._group.allreduce([values], options)
-
-        def result() -> Tensor:
-            work.wait()  # devices: only the current stream waits, not the host
-            return values
-
-        return result
 
     def gather_columns(self, values: Tensor) -> Tensor:
         rows, columns = values.shape

@@ -8,7 +8,6 @@ other MLP stays transformers' module.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -31,7 +30,6 @@ from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
-from baton_serve.engine.model.fused_halves import MIN_ROWS, HalvedLayers
 from baton_serve.engine.model.fused_layers import Layer, ResidualSum, pack_layers, packed_linear
 from baton_serve.engine.model.fused_mixers import (
     MixerStep,
@@ -93,10 +91,6 @@ class FusedForward:
         if model.is_whole and model.stage.is_whole and is_resident and self._is_plain(family):
             layers = cast(list[RowLayer], self._layers)  # plain layers have all norms
             self._row = row_kernel(self._like.device, layers, self._specs, self._head_dim, self._num_kv_heads)
-        # Layers in host memory are read in order, once for each step; parallel layers have one sum each.
-        self._halved: HalvedLayers | None = None
-        if not self._is_alone and is_resident and not self._is_parallel:
-            self._halved = HalvedLayers(self._layers, kernels, collectives, self._mlp, self._joined)
         self.adapter_slots: AdapterSlots | None = None
         # A module of transformers may read values back from the device, as its mixtures of experts do.
         self.is_capturable = all(layer.gate_up is not None or layer.mixture is not None for layer in self._layers)
@@ -162,10 +156,6 @@ class FusedForward:
         """
         first = self._layers[0]
         rows = inputs.logit_rows if self._is_last else None
-        if self._halved is not None and len(residual) >= MIN_ROWS and not inputs.images:
-            start = residual if first.input_norm is None else self._kernels.norm(residual, first.input_norm)
-            mix = partial(self._mix, rotations=rotations, caches=layers, inputs=inputs)
-            return self._halved.run(start, residual, mix, rows)
         hidden = self._input_of(residual, first.input_norm, first.qkv.weight)
         for number, layer in enumerate(self._layers):
             if self._offload is not None:
@@ -347,9 +337,27 @@ class FusedForward:
         if self._is_alone:
             normed = [self._kernels.norm(part, norm) for part, norm in zip(rows, norms, strict=True)]
         else:
-            normed = _joint_norms(rows, norms, self._collectives, self._num_ranks)
+            normed = self._joint_norms(rows, norms)
         query, key = (part.view(whole.shape) for part, whole in zip(normed, heads, strict=True))
         return query, key
+
+    def _joint_norms(self, rows: list[Tensor], norms: tuple[Norm, Norm]) -> list[Tensor]:
+        """Return queries and keys after RMSNorms over the heads of all ranks. `rows` are both, each [num_tokens, this
+        rank's columns]; a single sum over the ranks serves both.
+        """
+        own = [part.float() for part in rows]
+        squares = torch.cat([part.square().sum(dim=1, keepdim=True) for part in own], dim=1)
+        summed = self._collectives.all_reduce(squares)
+        # KV heads that several ranks hold are in the sum several times, as in this number of columns.
+        columns = [part.shape[1] * self._num_ranks for part in rows]
+        scales = [
+            (summed[:, at : at + 1] / count + norm.eps).rsqrt()
+            for at, (count, norm) in enumerate(zip(columns, norms, strict=True))
+        ]
+        return [
+            (part * scale * norm.weight.float()).to(whole.dtype)
+            for part, scale, norm, whole in zip(own, scales, norms, rows, strict=True)
+        ]
 
     def _mlp(self, layer: Layer, hidden: Activations) -> Tensor:
         """Return the output of a layer's MLP or mixture of experts for `hidden`; with several ranks, this rank's
@@ -376,24 +384,3 @@ class FusedForward:
         if not self._has_gate:
             return functional.gelu(gate_up, approximate="tanh")
         return self._kernels.gelu_mul(gate_up) if self._is_gelu else self._kernels.silu_mul(gate_up)
-
-
-def _joint_norms(
-    rows: list[Tensor], norms: tuple[Norm, Norm], collectives: Collectives, num_ranks: int
-) -> list[Tensor]:
-    """Return queries and keys after RMSNorms over the heads of all ranks. `rows` are both, each [num_tokens, this
-    rank's columns]; a single sum over the ranks serves both.
-    """
-    own = [part.float() for part in rows]
-    squares = torch.cat([part.square().sum(dim=1, keepdim=True) for part in own], dim=1)
-    summed = collectives.all_reduce(squares)
-    # KV heads that several ranks hold are in the sum several times, as in this number of columns.
-    columns = [part.shape[1] * num_ranks for part in rows]
-    scales = [
-        (summed[:, at : at + 1] / count + norm.eps).rsqrt()
-        for at, (count, norm) in enumerate(zip(columns, norms, strict=True))
-    ]
-    return [
-        (part * scale * norm.weight.float()).to(whole.dtype)
-        for part, scale, norm, whole in zip(own, scales, norms, rows, strict=True)
-    ]
