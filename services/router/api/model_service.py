@@ -83,7 +83,9 @@ class ModelService:
         self.message_formats = MessageFormats(settings)
         self.image_limits = settings.image_limits
         self.image_memory = ImageMemory(
-            settings.max_image_memory_bytes, cache_bytes=int(settings.mm_processor_cache_gb * (1 << 30))
+            settings.max_image_memory_bytes,
+            cache_bytes=int(settings.mm_processor_cache_gb * (1 << 30)),
+            has_several_owners=dispatcher.has_several_owners,
         )
         self.audio_cutter = _audio_cutter(settings, model)
         """Decodes the audio files of clients; None if the model neither transcribes audio nor hears it in chats."""

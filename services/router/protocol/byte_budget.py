@@ -1,79 +1,118 @@
 """A bound on the memory that the requests of one process use together for one purpose, such as images or bodies."""
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from baton_serve.services.router.protocol.errors import RateLimitError
+from baton_serve.services.router.protocol.owner_shares import OwnerShares
 
 
 class ByteBudget:
-    """A number of bytes of memory that requests share: it grants bytes in the order in which they are asked for. Use it
-    from one event loop at a time.
+    """A number of bytes of memory, or of places, that requests share. Those of one owner of API keys are served in the
+    order in which they ask, the owners in turn. Use it from one event loop at a time.
 
     A request should ask once for all that it needs: then no two requests can each wait for what the other one has.
     """
 
-    def __init__(self, max_bytes: int, *, wait_s: float) -> None:
-        """Create a budget of `max_bytes`, in which a request waits for at most `wait_s` seconds."""
-        self._max_bytes = max_bytes
-        self._free = max_bytes
+    def __init__(
+        self,
+        max_bytes: int,
+        *,
+        wait_s: float,
+        smallest_share: int = 1,
+        has_several_owners: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Create a budget of `max_bytes`, in which a request waits for at most `wait_s` seconds. See `OwnerShares` for
+        `smallest_share` and `has_several_owners`.
+        """
+        self._shares = OwnerShares(max_bytes, smallest_share=smallest_share, has_several_owners=has_several_owners)
         self._wait_s = wait_s
-        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._waiting: OrderedDict[str, deque[_Waiting]] = OrderedDict()
+        """The waiting requests of each owner that has any; the owner that comes next is the first."""
 
     @property
     def num_free(self) -> int:
         """The number of bytes that are not granted now."""
-        return self._free
+        return self._shares.free
 
-    async def acquire(self, num_bytes: int) -> bool:
-        """Wait until `num_bytes` are granted; the caller must give them back with `release`. Return False if they do
-        not become free in time.
+    def permits(self, owner: str, num_bytes: int) -> bool:
+        """Return whether the share of `owner` has room for `num_bytes` more, be they free or not."""
+        return self._shares.permits(owner, num_bytes)
+
+    async def acquire(self, num_bytes: int, owner: str = "") -> bool:
+        """Wait until `num_bytes` are granted to `owner`; the caller must give them back with `release`. Return False if
+        they do not become free in time.
 
         More than the whole budget never becomes free.
         """
-        if num_bytes > self._max_bytes:
+        if num_bytes > self._shares.limit:
             return False
-        if not self._waiting and num_bytes <= self._free:
-            self._free -= num_bytes
+        if not self._waiting and num_bytes <= self._shares.free and self._shares.permits(owner, num_bytes):
+            self._shares.add(owner, num_bytes)
             return True
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (granted, num_bytes)
-        self._waiting.append(entry)
+        waiting = _Waiting(asyncio.get_running_loop().create_future(), num_bytes)
+        self._waiting.setdefault(owner, deque()).append(waiting)
+        # The others may wait only for the shares of their owners.
+        self._grant()
         try:
             async with asyncio.timeout(self._wait_s):
-                await granted
+                await waiting.granted
         except (TimeoutError, asyncio.CancelledError) as exc:
-            self._withdraw(entry)
+            self._withdraw(owner, waiting)
             if isinstance(exc, TimeoutError):
                 return False
             raise
         return True
 
-    def release(self, num_bytes: int) -> None:
-        """Give back bytes that `acquire` has granted. Requests that wait for bytes get them."""
-        self._free += num_bytes
-        assert self._free <= self._max_bytes, "more bytes were released than granted"
+    def release(self, num_bytes: int, owner: str = "") -> None:
+        """Give back bytes that `acquire` has granted to `owner`. Requests that wait for bytes get them."""
+        self._shares.remove(owner, num_bytes)
         self._grant()
 
-    def _withdraw(self, entry: tuple[asyncio.Future[None], int]) -> None:
-        """Remove the entry of a request that waits no longer, because it was cancelled or has timed out."""
-        granted, num_bytes = entry
-        if granted.done() and not granted.cancelled():
+    def _withdraw(self, owner: str, waiting: "_Waiting") -> None:
+        """Remove a request that waits no longer, because it was cancelled or has timed out."""
+        if waiting.granted.done() and not waiting.granted.cancelled():
             # The bytes were granted just before the request was cancelled or timed out.
-            self.release(num_bytes)
+            self.release(waiting.num_bytes, owner)
             return
-        if entry in self._waiting:
-            self._waiting.remove(entry)
+        if waiting in self._waiting.get(owner, ()):
+            self._waiting[owner].remove(waiting)
+            if not self._waiting[owner]:
+                del self._waiting[owner]
         # The request may have stood before others that need fewer bytes.
         self._grant()
 
     def _grant(self) -> None:
-        while self._waiting and (self._waiting[0][1] <= self._free or self._waiting[0][0].cancelled()):
-            granted, num_bytes = self._waiting.popleft()
-            if not granted.cancelled():
-                self._free -= num_bytes
-                granted.set_result(None)
+        """Grant bytes to the waiting requests for which they are free."""
+        num_over = 0
+        while num_over < len(self._waiting):
+            owner, requests = next(iter(self._waiting.items()))
+            first = requests[0]
+            is_over = not first.granted.cancelled() and not self._shares.permits(owner, first.num_bytes)
+            # Bytes are kept for a request that comes next and needs many: small ones could overtake it for ever.
+            if not first.granted.cancelled() and not is_over and first.num_bytes > self._shares.free:
+                return
+            self._waiting.move_to_end(owner)
+            if is_over:
+                num_over += 1
+                continue
+            num_over = 0
+            requests.popleft()
+            if not requests:
+                del self._waiting[owner]
+            if not first.granted.cancelled():
+                self._shares.add(owner, first.num_bytes)
+                first.granted.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """A request that waits for bytes."""
+
+    granted: asyncio.Future[None]
+    num_bytes: int
 
 
 UNCOUNTED_BYTES = 64 * 1024
@@ -86,8 +125,8 @@ BODY_WAIT_S = 2.0
 class BodyMemory(ByteBudget):
     """Limits the memory of the bodies of all requests of one process together (`--max-body-memory-bytes`).
 
-    While there are several API keys, the requests of one owner get at most half of it, or one body of the largest size:
-    one client must not keep all others from sending long requests.
+    While there are several API keys, the requests of one owner get at most as much as stays free, or one body of the
+    largest size: one client must not keep all others from sending long requests.
     """
 
     def __init__(
@@ -102,20 +141,12 @@ class BodyMemory(ByteBudget):
         `max_body_bytes` is the largest size of one body. `has_several_owners` returns whether API keys of more than one
         owner are accepted now.
         """
-        super().__init__(max_bytes, wait_s=wait_s)
-        self._wait_for_share_s = wait_s
-        self._share_bytes = max(max_bytes // 2, min(max_body_bytes, max_bytes))
-        self._has_several_owners = has_several_owners
-        self._shares: dict[str, ByteBudget] = {}
-
-    def share_of(self, owner: str) -> ByteBudget | None:
-        """Return the part of the memory that one owner of API keys may use, or None if the owner may use all of it."""
-        if not self._has_several_owners():
-            return None
-        # Only owners of accepted keys come here, so their number is limited.
-        if owner not in self._shares:
-            self._shares[owner] = ByteBudget(self._share_bytes, wait_s=self._wait_for_share_s)
-        return self._shares[owner]
+        super().__init__(
+            max_bytes,
+            wait_s=wait_s,
+            smallest_share=min(max_body_bytes, max_bytes),
+            has_several_owners=has_several_owners,
+        )
 
 
 class BodyReservation:
@@ -126,13 +157,12 @@ class BodyReservation:
     hands its bytes over to the task that computes it.
     """
 
-    __slots__ = ("_memory", "_num_reserved", "_share", "owner")
+    __slots__ = ("_memory", "_num_reserved", "owner")
 
     def __init__(self, memory: BodyMemory, owner: str = "") -> None:
         """Create a reservation out of `memory` that holds nothing yet. `owner` is the name of the API key's owner."""
         self.owner = owner
         self._memory = memory
-        self._share: ByteBudget | None = None
         self._num_reserved = 0
 
     async def grow(self, num_bytes: int) -> None:
@@ -145,23 +175,12 @@ class BodyReservation:
         if num_bytes <= UNCOUNTED_BYTES or num_bytes <= self._num_reserved:
             return
         missing = num_bytes - self._num_reserved
-        if not self._num_reserved:
-            self._share = self._memory.share_of(self.owner)
-        if self._share is not None and not await self._share.acquire(missing):
+        if not await self._memory.acquire(missing, self.owner):
             raise RateLimitError(
-                "the long requests of this API key use all memory that one key may have (half of"
-                " --max-body-memory-bytes): wait for their answers",
-                retry_after_s=1.0,
-            )
-        is_granted = False
-        try:
-            is_granted = await self._memory.acquire(missing)
-        finally:
-            if self._share is not None and not is_granted:
-                self._share.release(missing)
-        if not is_granted:
-            raise RateLimitError(
-                "the server has no memory for more long requests (--max-body-memory-bytes): try again later",
+                "the server has no memory for more long requests (--max-body-memory-bytes): try again later"
+                if self._memory.permits(self.owner, missing)
+                else "the long requests of this API key use all memory that one key may have (as much of"
+                " --max-body-memory-bytes as stays free): wait for their answers",
                 retry_after_s=1.0,
             )
         self._num_reserved += missing
@@ -179,14 +198,11 @@ class BodyReservation:
         It is for work that goes on after its request was answered.
         """
         taken = BodyReservation(self._memory, self.owner)
-        taken._share, taken._num_reserved = self._share, self._num_reserved
-        self._num_reserved = 0
+        taken._num_reserved, self._num_reserved = self._num_reserved, 0
         return taken
 
     def release(self) -> None:
         """Give back all bytes that this reservation holds."""
         num_bytes, self._num_reserved = self._num_reserved, 0
         if num_bytes:
-            self._memory.release(num_bytes)
-            if self._share is not None:
-                self._share.release(num_bytes)
+            self._memory.release(num_bytes, self.owner)

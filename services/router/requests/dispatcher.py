@@ -22,6 +22,7 @@ from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.protocol.errors import ApiError, RateLimitError, UnavailableError
+from baton_serve.services.router.protocol.owner_shares import OwnerShares
 from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.requests.handoff_counts import HandoffCounts
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
@@ -87,10 +88,23 @@ class AdmissionControl:
     rules: AdmissionRules
     max_requests: int
     """Largest number of requests that one dispatcher runs or lets wait (`--max-concurrent-requests`)."""
+    has_several_owners: Callable[[], bool] = lambda: False
+    """Returns whether API keys of more than one owner are accepted now. Then no owner may hold all places."""
     ledger: UsageLedger = field(default_factory=UsageLedger)
     retries: RetryBudget = field(default_factory=lambda: RetryBudget(0.2))
     wall_clock: Callable[[], float] = time.time
     """Clock of the ledger, whose minutes and days are the same in all routers."""
+
+    def shares(self) -> OwnerShares:
+        """Return the places of one dispatcher, all of them free."""
+        return OwnerShares(self.max_requests, has_several_owners=lambda: self.has_several_owners())
+
+    def share_error(self, shares: OwnerShares, owner: str) -> str:
+        """Return the message for an owner of API keys that must not have more of `shares`."""
+        return (
+            f"the requests of this API key hold {shares.held(owner)} of {shares.limit} places, and {shares.free} are "
+            "free (--max-concurrent-requests): with several keys, one may hold at most as many as stay free"
+        )
 
 
 class Dispatcher:
@@ -117,6 +131,7 @@ class Dispatcher:
         self._clock = clock
         self._tracing = tracing or Tracing()
         self._lifecycles: dict[RequestLifecycle, Span] = {}
+        self._shares = admission.shares()
         self._deadlines = Deadlines(self._lifecycles, clock=clock)
         self._waiting: FairQueue[RequestLifecycle] = FairQueue()
         self._resuming: RequestLifecycle | None = None
@@ -141,6 +156,10 @@ class Dispatcher:
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
+
+    def has_several_owners(self) -> bool:
+        """Return whether API keys of more than one owner are accepted now."""
+        return self._admission.has_several_owners()
 
     def num_without_tokens(self, *, below_priority: int) -> int:
         """Return how many running or waiting requests with a priority value below `below_priority` have no first token
@@ -242,7 +261,7 @@ class Dispatcher:
         # It may have ended while it was waiting: cancelled by its client, or at its deadline.
         if self._waiting.remove(lifecycle):
             self._update_waiting_metrics()
-        span, admission = self._lifecycles.pop(lifecycle, None), self._admission
+        span, admission = self._forget(lifecycle), self._admission
         admission.ledger.add(lifecycle.timing.caller, tokens=lifecycle.num_generated, now=admission.wall_clock())
         self.request_log.add(lifecycle)
         if span is not None and span.is_recording:
@@ -262,6 +281,8 @@ class Dispatcher:
                 f"(--max-concurrent-requests), {len(requests)} more do not fit"
             )
             raise self._count_rejection(Refusal("queue", message, None))
+        if not self._shares.permits(timing.caller.name, len(requests)):
+            raise self._count_rejection(Refusal("queue", admission.share_error(self._shares, timing.caller.name), None))
         tokens = sum([len(request.token_ids) for request in requests])
         over = admission.ledger.admit(timing.caller, tokens=tokens, now=admission.wall_clock())
         if over is not None:
@@ -295,17 +316,25 @@ class Dispatcher:
         try:
             lifecycle.start()
             self._lifecycles[lifecycle] = span
+            self._shares.add(timing.caller.name, 1)
             self._deadlines.watch(lifecycle)  # only now: it looks at the registered lifecycles
             self._metrics.started(lifecycle)
         except BaseException as exc:
             # `start` may have queued it before it failed, and a failure after `start` leaves it registered.
             if self._waiting.remove(lifecycle):
                 self._update_waiting_metrics()
-            if self._lifecycles.pop(lifecycle, None) is not None:
+            if self._forget(lifecycle) is not None:
                 lifecycle.cancel("starting the request failed")
             span.end(error=exc.message if isinstance(exc, ApiError) else "internal error")
             raise
         return lifecycle
+
+    def _forget(self, lifecycle: RequestLifecycle) -> Span | None:
+        """Remove a request from the running ones and return its span, or None if it was not there."""
+        span = self._lifecycles.pop(lifecycle, None)
+        if span is not None:
+            self._shares.remove(lifecycle.timing.caller.name, 1)
+        return span
 
     def _admit_waiting(self, lifecycle: RequestLifecycle, placement: Placement) -> bool:
         """Return whether the first request of the waiting queue may be sent to the instances of `placement` now, and

@@ -170,7 +170,7 @@ class PoolingDispatcher:
         self._metrics = metrics
         self._clock = clock
         self._tasks: set[asyncio.Task[list[Vector]]] = set()
-        self._num_inputs = 0
+        self._shares = admission.shares()
         self._is_closed = False
         self._tracing = tracing or Tracing()
         self._pooling_admission = PoolingAdmission(admission, metrics, clock=clock)
@@ -182,13 +182,13 @@ class PoolingDispatcher:
 
         Raises `ApiError` if the request is rejected or fails. Cancelling this call ends the request.
         """
-        self._count_against_limits(prompts)
+        num_places = self._count_against_limits(prompts)
         # No await in between: two requests must not both see the last free place.
-        self._num_inputs += len(prompts.inputs)
+        self._shares.add(prompts.caller.name, num_places)
         try:
             found = await self._in_task(prompts, arrived_at)
         finally:
-            self._num_inputs -= len(prompts.inputs)
+            self._shares.remove(prompts.caller.name, num_places)
             # Its instances have less work now, so that waiting requests may go.
             self._pooling_admission.dispatch_waiting()
         lengths = [len(item.token_ids) for item in prompts.inputs]
@@ -251,24 +251,31 @@ class PoolingDispatcher:
             granted=asyncio.get_running_loop().create_future(),
         )
 
-    def _count_against_limits(self, prompts: PoolingPrompts) -> None:
-        """Count a request and its tokens against the limits of the caller's API key.
+    def _count_against_limits(self, prompts: PoolingPrompts) -> int:
+        """Count a request and its tokens against the limits of the caller's API key. Return how many places of
+        `--max-concurrent-requests` it takes.
 
         Raises `RateLimitError` (status 429) if too many inputs are being computed or the key is over a limit; then
         nothing is counted.
         """
-        # A request with more inputs than the limit could never run, so a request that is alone is always accepted.
-        admission, running = self._admission, self._num_inputs
-        if running and running + len(prompts.inputs) > admission.max_requests:
+        # A request with more inputs than its caller may have places could never run, so it takes as many as there are.
+        admission, running, owner = self._admission, self._shares.total, prompts.caller.name
+        num_places = min(len(prompts.inputs), self._shares.largest)
+        if running + num_places > admission.max_requests:
             raise RateLimitError(
                 f"{running} of at most {admission.max_requests} inputs are being computed "
                 f"(--max-concurrent-requests), {len(prompts.inputs)} more do not fit: retry later",
                 retry_after_s=_RETRY_AFTER_S,
             )
+        if not self._shares.permits(owner, num_places):
+            raise RateLimitError(
+                f"{admission.share_error(self._shares, owner)}: retry later", retry_after_s=_RETRY_AFTER_S
+            )
         over = admission.ledger.admit(prompts.caller, tokens=prompts.num_tokens, now=admission.wall_clock())
         if over is not None:
             self._metrics.refused("key")
             raise RateLimitError(over.message, code="rate_limit_exceeded", retry_after_s=over.retry_after_s)
+        return num_places
 
     def close(self) -> None:
         """Fail all running and waiting requests with status 503, because the router stops."""

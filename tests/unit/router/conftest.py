@@ -47,7 +47,8 @@ class Router:
         self.cluster = Cluster(
             fakes, fakes, clock=time.monotonic, prefill_fallback_after_s=prefill_fallback_after_s(settings)
         )
-        self.admission = admission_control(settings)
+        api_keys = ApiKeys(keys)
+        self.admission = admission_control(settings, api_keys)
         self.dispatcher = Dispatcher(
             self.cluster,
             rules=request_policy(settings),
@@ -73,7 +74,6 @@ class Router:
         )
         self.kept = KeptResponses.of(settings)
         folder = settings.batch_folder
-        api_keys = ApiKeys(keys)
         self.batches = Batches(folder, settings, api_keys, clock=time.monotonic) if folder else None
         self.app: Gateway = create_app(
             self.service,

@@ -57,5 +57,5 @@ def test_a_cancelled_request_keeps_no_bytes_and_lets_the_next_one_pass(is_grante
 
 
 def test_more_bytes_cannot_be_released_than_were_granted() -> None:
-    with pytest.raises(AssertionError, match="more bytes were released"):
+    with pytest.raises(AssertionError, match="more was released than granted"):
         ByteBudget(100, wait_s=LONG_S).release(1)

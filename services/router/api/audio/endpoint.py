@@ -57,7 +57,7 @@ class TranscriptionEndpoint:
         profile.check_language(request.language)
         cut = await cutter.cut(form.file)
         form.file = None  # the windows are kept instead, for replays
-        with ImageReservation(service.image_memory) as memory:
+        with ImageReservation(service.image_memory, context.caller.name) as memory:
             # The windows stay in memory until the answer ends, and share the limit of images.
             await memory.reserve(sum(len(window.file) for window in cut.windows))
             head = TranscriptChunk(

@@ -145,7 +145,7 @@ class _Loading(NamedTuple):
         # Importing httpx takes a tenth of a second. Only a request with such an image should pay for it.
         from baton_serve.services.router.text.multimodal.web import fetch
 
-        async with self.reservation.memory.fetch_slot():
+        async with self.reservation.memory.fetch_slot(self.reservation.owner):
             return await fetch(part, self.limits, count=self.reservation.count)
 
     def _read(self, part: MediaPart) -> bytes:
@@ -168,7 +168,7 @@ class _Loading(NamedTuple):
             raise too_large_error(self.limits, part.kind)
         if part.kind == "audio":
             return await self._heard(data)
-        async with self.reservation.memory.probe_slot():
+        async with self.reservation.memory.probe_slot(self.reservation.owner):
             found = await probe(data, self.limits)
         return await IMAGES.run(_named, data, found.width, found.height, self.describe(found))
 

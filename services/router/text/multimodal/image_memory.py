@@ -3,8 +3,7 @@
 The files of a request's images are kept until its answer has ended, because a replay sends them to an instance again.
 """
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from types import TracebackType
 
@@ -30,41 +29,54 @@ class ImageMemory:
     """
 
     def __init__(
-        self, max_bytes: int, *, cache_bytes: int = 0, max_fetches: int = MAX_FETCHES, wait_s: float = _WAIT_S
+        self,
+        max_bytes: int,
+        *,
+        cache_bytes: int = 0,
+        max_fetches: int = MAX_FETCHES,
+        wait_s: float = _WAIT_S,
+        has_several_owners: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create the limits. `max_bytes` is the value of `--max-image-memory-bytes`, and `cache_bytes` the size of the
         files that are kept by their uuid; a request waits for memory or a connection at most `wait_s` seconds.
+        `has_several_owners` returns whether there are API keys of several owners, which then share these limits.
         """
         self.cache = MediaCache(cache_bytes)
-        self.budget = ByteBudget(max_bytes, wait_s=wait_s)
-        self._fetches = asyncio.Semaphore(max_fetches)
-        self._probes = asyncio.Semaphore(MAX_PROBES)
-        self._wait_s = wait_s
-
-    @asynccontextmanager
-    async def fetch_slot(self) -> AsyncIterator[None]:
-        """Hold one of the connections to other hosts. Raises `RateLimitError` if none becomes free in time."""
-        async with self._held(self._fetches, self._wait_s, "fetches as many images as it may at a time"):
-            yield
-
-    @asynccontextmanager
-    async def probe_slot(self) -> AsyncIterator[None]:
-        """Hold one of the processes that look at videos. Raises `RateLimitError` if none becomes free in time."""
+        self.budget = ByteBudget(
+            max_bytes,
+            wait_s=wait_s,
+            smallest_share=min(MAX_PROMPT_BYTES, max_bytes),
+            has_several_owners=has_several_owners,
+        )
+        self._fetches = ByteBudget(max_fetches, wait_s=wait_s, has_several_owners=has_several_owners)
         # Such a process takes longer than a request for memory may wait.
-        async with self._held(self._probes, 5 * self._wait_s, "reads as many videos as it may at a time"):
+        self._probes = ByteBudget(MAX_PROBES, wait_s=5 * wait_s, has_several_owners=has_several_owners)
+
+    @asynccontextmanager
+    async def fetch_slot(self, owner: str) -> AsyncIterator[None]:
+        """Hold one of the connections to other hosts for `owner` of an API key. Raises `RateLimitError` if none becomes
+        free in time.
+        """
+        async with _held(self._fetches, owner, "fetches as many images as it may at a time"):
             yield
 
     @asynccontextmanager
-    async def _held(self, slots: asyncio.Semaphore, wait_s: float, busy: str) -> AsyncIterator[None]:
-        try:
-            async with asyncio.timeout(wait_s):
-                await slots.acquire()
-        except TimeoutError:
-            raise _too_busy(busy) from None
-        try:
+    async def probe_slot(self, owner: str) -> AsyncIterator[None]:
+        """Hold one of the processes that look at videos for `owner` of an API key. Raises `RateLimitError` if none
+        becomes free in time.
+        """
+        async with _held(self._probes, owner, "reads as many videos as it may at a time"):
             yield
-        finally:
-            slots.release()
+
+
+@asynccontextmanager
+async def _held(slots: ByteBudget, owner: str, busy: str) -> AsyncIterator[None]:
+    if not await slots.acquire(1, owner):
+        raise _too_busy(busy)
+    try:
+        yield
+    finally:
+        slots.release(1, owner)
 
 
 class ImageReservation:
@@ -86,7 +98,7 @@ class ImageReservation:
         Raises `RateLimitError` if the images of other requests leave too little memory.
         """
         assert not self._num_reserved, "one request reserves once"
-        if not await self.memory.budget.acquire(num_bytes):
+        if not await self.memory.budget.acquire(num_bytes, self.owner):
             raise _too_busy("has no memory for more images (--max-image-memory-bytes)")
         self._num_reserved = num_bytes
 
@@ -102,13 +114,13 @@ class ImageReservation:
         """Give back what was reserved beyond `num_bytes`, the size of the images now that they are loaded."""
         excess = max(0, self._num_reserved - num_bytes)
         self._num_reserved -= excess
-        self.memory.budget.release(excess)
+        self.memory.budget.release(excess, self.owner)
 
     def release(self) -> None:
         """Give back all bytes that are still reserved. Further calls do nothing."""
         num_bytes, self._num_reserved = self._num_reserved, 0
         if num_bytes:
-            self.memory.budget.release(num_bytes)
+            self.memory.budget.release(num_bytes, self.owner)
 
     def __enter__(self) -> "ImageReservation":
         return self
