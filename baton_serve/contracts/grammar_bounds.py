@@ -176,6 +176,30 @@ def check_schema(schema: _Json) -> None:
     for reference in size.references:
         descent += by_value[id(_target(schema, reference))]
         _at_most(descent, MAX_DESCENT, "the schema's $ref targets are nested {} levels or more together")
+    _check_circles(schema, size.references)
+
+
+def _check_circles(schema: _Json, references: Iterable[str]) -> None:
+    """Raise `GrammarBoundsError` if a `$ref` of the schema names nothing but further `$ref`s that lead back to it.
+
+    Such a schema describes no text. The compiler accepts it below a property, and the answer fails when it gets there.
+    """
+    ended: set[str] = set()
+    for first in references:
+        reference: _Json = first
+        chain: set[str] = set()
+        while isinstance(reference, str) and reference not in ended:
+            if reference in chain:
+                raise GrammarBoundsError(
+                    f"the schema's $ref {reference[:200]!r} leads back to itself, so that it describes no text; let it"
+                    " name a definition that has a type"
+                )
+            chain.add(reference)
+            target = _target(schema, reference)
+            # `_target` returns the whole schema also for what is not found; the compiler reports that.
+            is_found = target is not schema or reference == "#"
+            reference = target.get("$ref") if is_found and isinstance(target, Mapping) else None
+        ended |= chain
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from baton_serve.contracts.grammar_bounds import PARSER_LIMITS, WORKER_STACK_BYTES, GrammarBoundsError, check_grammar
+from baton_serve.contracts.grammar_errors import explained
 from baton_serve.engine.errors import RequestError
 
 
@@ -72,8 +73,10 @@ class GrammarCompiler:
 
 
 def first_line(message: str) -> str:
-    """Return the first line of an error message of llguidance. Its other lines point to places in the grammar."""
-    return message.strip().split("\n", 1)[0]
+    """Return the first line of an error message of llguidance, in Baton's words. Its other lines point to places in the
+    grammar.
+    """
+    return explained(message.strip().split("\n", 1)[0])
 
 
 def _resident_bytes() -> int:

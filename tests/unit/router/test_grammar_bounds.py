@@ -51,12 +51,16 @@ def test_a_schema_of_common_size_is_within_the_bounds() -> None:
     check_schema(bombs.chain(250, lambda to: {"type": "object", "properties": {f"p{i}": to for i in range(15)}}))
     check_schema(bombs.needed(2_000))
     check_schema({**bombs.properties(900), "required": ["p450"]})
-    check_schema({"$ref": "#", "properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/$defs/a~1b%20c"}}})
+    check_schema({"properties": {"next": {"$ref": "#"}, "other": {"$ref": "#/$defs/a~1b%20c"}}})
 
 
 def test_references_to_each_other_or_to_nothing_end_the_check() -> None:
-    check_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/nothing/0"})
-    check_schema({"items": [{"$ref": "#/items/0"}, {"$ref": "#/items/7"}, {"$ref": "http://a/b"}]})
+    for nothing in ({}, {"$ref": "#/$defs/nothing/0"}, {"properties": {"x": {"$ref": "#/$defs/a"}}}):
+        with pytest.raises(GrammarBoundsError, match="leads back to itself"):
+            check_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, **nothing})
+    check_schema({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"items": {"$ref": "#/$defs/a"}}}, "$ref": "#/$defs/a"})
+    check_schema({"$ref": "#/$defs/nothing/0"})
+    check_schema({"items": [{"$ref": "#/items/7"}, {"$ref": "http://a/b"}]})
 
 
 @pytest.mark.parametrize(

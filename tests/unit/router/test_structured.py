@@ -265,6 +265,40 @@ def test_reasons_quote_no_grammar_that_the_client_never_saw(serve: Serve) -> Non
     serve(scenario)
 
 
+LOOPS = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+BESIDE = {"$defs": {"a": {"allOf": [{"$ref": "#/$defs/a"}, {"type": "object"}]}}, "$ref": "#/$defs/a"}
+EXPLAINED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"guided_json": {"$ref": "#"}},
+        "'#' leads back to itself, so that it describes no text; let it name a definition",
+    ),
+    # Below a property the compiler accepts it, and the answer failed when it came there.
+    ({"guided_json": {**LOOPS, "properties": {"x": {"$ref": "#/$defs/a"}}}}, "leads back to itself, so that it"),
+    ({"guided_json": BESIDE}, "'#/$defs/a' leads back to itself and has other keys beside it, or stands in an allOf"),
+    ({"guided_json": {"$ref": "#/$defs/x"}}, "the $ref '#/$defs/x' names nothing in the schema; add the definition"),
+    ({"guided_json": {"$ref": "http://a/b"}}, "the $ref 'http://a/b' points outside of the schema, and nothing is"),
+    ({"guided_json": {"not": {}}}, 'the schema has keys that are not supported: ["not"]; remove them'),
+    ({"guided_json": {"oneOf": [{"type": "object"}, {}]}}, "alternatives overlap is not supported; use anyOf"),
+    ({"guided_regex": r"[^\s\S]"}, "permits no text here, because a rule or $ref leads back to itself"),
+    ({"guided_grammar": "start: a\na: b\nb: a\n"}, "add such an alternative, or remove a condition"),
+    ({"guided_grammar": 'start: A\nA: "x" A | "y"\n'}, 'the terminal "A" refers to itself, which only rules may;'),
+]
+
+
+@pytest.mark.parametrize(("body", "reason"), EXPLAINED, ids=[reason[:40] for _, reason in EXPLAINED])
+def test_a_grammar_that_cannot_be_used_is_explained_with_a_remedy(
+    serve: Serve, body: dict[str, Any], reason: str
+) -> None:
+    async def scenario(router: Router) -> None:
+        answer = await router.http.post("/v1/completions", json={"prompt": "a", **body})
+        assert answer.status_code == 400
+        message = answer.json()["error"]["message"]
+        assert reason in message
+        assert not any(mark in message for mark in ("NoExtension", "verbose", "json-schema:", "coerce"))
+
+    serve(scenario)
+
+
 def test_a_vocabulary_that_cannot_be_followed_is_refused() -> None:
     vocabulary = Vocabulary(TextTokenizer(word_piece(), {}))
     grammar_spec = read_grammar_spec(CompletionRequest(prompt="a", guided_regex="a"))

@@ -12,6 +12,7 @@ from functools import cached_property
 from llguidance import LLTokenizer
 
 from baton_serve.contracts.grammar_bounds import GrammarBoundsError, check_grammar
+from baton_serve.contracts.grammar_errors import explained
 from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.text.tokenization import TextTokenizer
@@ -105,13 +106,13 @@ class Vocabulary:
 
 
 def _reason(message: str, *, is_own: bool) -> str:
-    """Return the compiler's error message in the form for the client.
+    """Return the compiler's error message in the form for the client, with cause and remedy if they are known.
 
     Unless the client wrote the text of the grammar (`is_own`), positions and excerpts are removed: they refer to text
     that the router has written and the client has never seen.
     """
     if is_own:
-        return message.strip()
+        return explained(message)
     lines: list[str] = []
     is_excerpt = False
     for line in _POSITION.sub("", message).splitlines():
@@ -120,4 +121,4 @@ def _reason(message: str, *, is_own: bool) -> str:
         is_excerpt = _EXCERPT.match(line) is not None
         if line.strip() and not is_excerpt and not is_marker:
             lines.append(line.rstrip())
-    return "\n".join(lines) or "the grammar cannot be compiled"
+    return explained("\n".join(lines)) or "the grammar cannot be compiled"
