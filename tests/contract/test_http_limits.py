@@ -406,6 +406,74 @@ def test_the_rest_of_a_long_answer_waits_until_the_client_reads(run: Run) -> Non
     run(scenario())
 
 
+def test_a_client_that_takes_a_long_answer_in_drops_has_a_deadline_for_all_of_it(
+    run: Run, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    async def scenario() -> None:
+        async def much(scope: Any, receive: Any, send: Any) -> None:
+            await answer(send, 200, bytes(50_000_000))
+
+        # Each read makes room for another piece, so that the deadline of no single piece passes.
+        async with serving(much, send_timeout_s=5 * SOON_S, min_receive_bytes_per_s=100_000_000) as connect:
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            started_at = asyncio.get_running_loop().time()
+            received = 0
+            while data := await read_or_nothing(reader, 400_000):
+                received += len(data)
+                await asyncio.sleep(SOON_S / 2)
+            assert received < 50_000_000
+            assert asyncio.get_running_loop().time() - started_at < 4
+
+    run(scenario())
+    assert "had not received 50000000 bytes of a response within 1 s" in caplog.text
+
+
+async def read_or_nothing(reader: asyncio.StreamReader, num_bytes: int) -> bytes:
+    try:
+        return await reader.read(num_bytes)
+    except ConnectionError:
+        return b""
+
+
+def test_long_answers_that_slow_clients_leave_in_memory_are_bounded(run: Run) -> None:
+    num_alive = most_alive = 0
+
+    class Body(bytes):
+        def __del__(self) -> None:
+            nonlocal num_alive
+            num_alive -= 1
+
+    async def much(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal num_alive, most_alive
+        num_alive += 1
+        body = Body(20_000_000)
+        most_alive = max(most_alive, num_alive)
+        await answer(send, 200, body)
+
+    async def scenario() -> None:
+        async with serving(much, max_kept_bytes=50_000_000) as connect:
+            slow = [await connect() for _ in range(6)]
+            for _, writer in slow:
+                writer.write(REQUEST * 2)  # the second answer waits behind the first one
+                await asyncio.sleep(SOON_S)
+            assert most_alive <= 4
+            # A client that reads gets its answer beside them, and the slow ones that came last may go on.
+            reader, writer = await connect()
+            writer.write(REQUEST)
+            await reader.readuntil(b"\r\n\r\n")
+            assert len(await reader.readexactly(20_000_000)) == 20_000_000
+            taken = [len(await rest(reader)) for reader, _ in slow[:4]]
+            assert max(taken) < 20_000_000
+            reader, _ = slow[-1]
+            await reader.readuntil(b"\r\n\r\n")
+            await reader.readexactly(20_000_000)
+
+    run(scenario())
+
+
 def test_a_client_cannot_queue_thousands_of_requests_in_one_read(run: Run) -> None:
     num_asked = 0
 

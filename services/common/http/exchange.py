@@ -43,6 +43,13 @@ class HttpConnection(Protocol):
         that reads nothing for too long loses its connection.
         """
 
+    def keep_response(self, num_bytes: int, since: float) -> bool:
+        """Record that a response of `num_bytes`, which began at `since` (time of the event loop), stays in memory until
+        the client has received most of it; 0 bytes at the end.
+
+        Return False if the client receives it too slowly; then its connection is closed.
+        """
+
     def pause_reading(self) -> None:
         """Stop reading from the client until `resume_reading`, because the application has not taken the body yet."""
 
@@ -179,18 +186,18 @@ class Exchange:
 
         Raises `RuntimeError` if the application sends parts in a wrong order or a body of a wrong length.
         """
-        if self._connection.is_write_paused and not self.is_gone:
-            await self._connection.writable()
-        if self.is_gone:
-            return
         kind = message["type"]
         if kind == "http.response.body":
             body = message.get("body", b"")
             if len(body) > _PIECE_BYTES and not self._is_bodiless:
                 body = await self._send_but_last_piece(body)
-                if self.is_gone:
-                    return
+            elif self._connection.is_write_paused and not self.is_gone:
+                await self._connection.writable()
+            if self.is_gone:
+                return
             self._send_body(body, is_last=not message.get("more_body", False))
+        elif self.is_gone:
+            return
         elif kind == "http.response.start":
             self._begin(message["status"], message.get("headers", ()))
         else:
@@ -295,14 +302,19 @@ class Exchange:
 
         The connection would otherwise hold a copy of all of it, for thousands of clients that do not read.
         """
-        start = 0
-        while len(body) - start > _PIECE_BYTES and not self.is_gone:
-            self._send_body(body[start : start + _PIECE_BYTES], is_last=False)
-            start += _PIECE_BYTES
+        connection, start, since = self._connection, 0, asyncio.get_running_loop().time()
+        while not self.is_gone:
+            if connection.is_write_paused and connection.keep_response(len(body), since):
+                await connection.writable()
+            elif len(body) - start <= _PIECE_BYTES:
+                break
+            else:
+                # A connection that is being closed discards it.
+                self._send_body(body[start : start + _PIECE_BYTES], is_last=False)
+                start += _PIECE_BYTES
             # Data is written at the end of the loop's iteration. Only then is it known whether the client takes it.
             await asyncio.sleep(0)
-            if self._connection.is_write_paused and not self.is_gone:
-                await self._connection.writable()
+        connection.keep_response(0, since)
         return body[start:]
 
     def _framed(self, body: bytes, *, is_last: bool) -> bytes:

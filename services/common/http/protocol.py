@@ -177,6 +177,22 @@ class HttpProtocol(asyncio.Protocol):
                 self._transport.abort()
                 return
 
+    def keep_response(self, num_bytes: int, since: float) -> bool:
+        limits = self._limits
+        # Each piece has its own deadline (`writable`), but a client that takes one just in time could keep a long
+        # response in memory for hours.
+        limit_s = limits.send_timeout_s + num_bytes / limits.min_receive_bytes_per_s
+        if num_bytes and self._loop.time() - since > limit_s:
+            logger.info(
+                "closed the connection from %s, which had not received %d bytes of a response within %d s",
+                self._slot.address,
+                num_bytes,
+                limit_s,
+            )
+            self._transport.abort()
+        self._slot.keeps_response(num_bytes)
+        return not self._transport.is_closing()
+
     def pause_reading(self) -> None:
         if not self._is_read_paused:
             self._is_read_paused = True

@@ -154,7 +154,11 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         limits = self._limits
-        slots = Slots(affordable_connections(limits.max_connections), limits.max_connections_per_address)
+        slots = Slots(
+            affordable_connections(limits.max_connections),
+            limits.max_connections_per_address,
+            limits.max_kept_bytes,
+        )
         listeners = [
             Listener(
                 listening,

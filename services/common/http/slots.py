@@ -11,6 +11,9 @@ from dataclasses import dataclass
 _LEAST_CONNECTIONS = 16
 """Number of connections that is allowed even if the process may open very few files."""
 
+MAX_KEPT_BYTES = 256 * 1024 * 1024
+"""Maximum size of all long responses together that stay in memory because their clients receive them slowly."""
+
 
 @dataclass(frozen=True, slots=True)
 class HttpLimits:
@@ -32,7 +35,14 @@ class HttpLimits:
     request on a connection that is being closed here.
     """
     send_timeout_s: float = 60.0
-    """Longest time for a client to receive the remaining data of a connection that is being closed."""
+    """Longest time for a client to receive the remaining data of a connection that is being closed, and longest time in
+    which it may receive nothing of its response."""
+    min_receive_bytes_per_s: int = 16 * 1024
+    """Smallest rate at which a client must receive a long response, beside `send_timeout_s` for all of it: 50 MB may
+    take about 53 minutes."""
+    max_kept_bytes: int = MAX_KEPT_BYTES
+    """Maximum size of the long responses of slow clients. Beyond it, the connection whose response began first is
+    closed."""
     lingering_time_s: float = 30.0
     """Longest time for which data that a client sends after its response is read and discarded.
 
@@ -63,11 +73,15 @@ class Slots:
     to its end.
     """
 
-    def __init__(self, most: int, most_per_address: int = 0) -> None:
+    def __init__(self, most: int, most_per_address: int = 0, max_kept_bytes: int = MAX_KEPT_BYTES) -> None:
         """Start without connections. `most` limits all connections, `most_per_address` those of one client address; 0
-        means no limit for an address.
+        means no limit for an address. `max_kept_bytes` limits the long responses of slow clients.
         """
         self._most = most
+        self._max_kept_bytes = max_kept_bytes
+        self._kept: dict[Slot, int] = {}
+        """Bytes of long responses that slow clients receive, the response that began first at the front."""
+        self._kept_bytes = 0
         self._most_per_address = most_per_address
         self._num_open = 0
         self._by_address: Counter[str] = Counter()
@@ -106,7 +120,21 @@ class Slots:
         slot.on_evicted()
         return True
 
+    def _keep(self, slot: "Slot", num_bytes: int) -> None:
+        """Do for `slot` what `Slot.keeps_response` promises."""
+        self._kept_bytes += num_bytes - self._kept.get(slot, 0)
+        self._kept[slot] = num_bytes
+        if not num_bytes:
+            del self._kept[slot]
+        # A fast client is done soon, so the response that began first belongs to one of the slowest clients. The last
+        # one is kept, however long it is.
+        while self._kept_bytes > self._max_kept_bytes and len(self._kept) > 1:
+            slowest = next(iter(self._kept))
+            self._kept_bytes -= self._kept.pop(slowest)
+            slowest.on_evicted()
+
     def _release(self, slot: "Slot") -> None:
+        self._keep(slot, 0)
         self._num_open -= 1
         self._by_address[slot.address] -= 1
         # A zero left behind for every address that ever connected would be a leak.
@@ -150,6 +178,13 @@ class Slot:
         for another.
         """
         self._move(self._slots._idle)
+
+    def keeps_response(self, num_bytes: int) -> None:
+        """Record that a response of `num_bytes` stays in memory until the client has received most of it; 0 at the end.
+        If all of them together have too many bytes, the connection of the slowest one is closed, maybe this one.
+        """
+        if not self._is_released:
+            self._slots._keep(self, num_bytes)
 
     def release(self) -> None:
         """Give the slot back at the end of the connection, so that another connection can have it. Further calls do

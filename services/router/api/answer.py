@@ -18,6 +18,7 @@ from baton_serve.services.router.protocol.asgi import (
     Receive,
     RequestContext,
     Send,
+    send_encoded,
     send_json,
 )
 from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
@@ -212,7 +213,7 @@ async def _send_whole(generation: TextGeneration, form: AnswerFormat, send: Send
         return
     # Formatting all of them here would delay all streams.
     encoded = await ANSWERS.run(lambda: _encoder.encode(form.whole(text_deltas, usage, baton)))
-    await send_json(send, msgspec.Raw(encoded))
+    await send_encoded(send, encoded)
 
 
 async def _stream(

@@ -19,7 +19,7 @@ from baton_serve.services.router.protocol.asgi import (
     Receive,
     RequestContext,
     Send,
-    send_json,
+    send_encoded,
 )
 from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
 from baton_serve.services.router.protocol.openai_responses import Usage
@@ -113,7 +113,7 @@ async def serve(
                 encoded = await whole_answer(begun, dialect)
                 if keep is not None:
                     await keep(encoded)
-                await send_json(send, msgspec.Raw(encoded))
+                await send_encoded(send, encoded)
     except ClientGoneError:
         return
 

@@ -204,7 +204,16 @@ async def send_json(
     send: Send, body: object, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
 ) -> None:
     """Send a whole response with `body` encoded as JSON. `headers` are sent beside the content type and length."""
-    content = msgspec.json.encode(body)
+    await send_encoded(send, msgspec.json.encode(body), status=status, headers=headers)
+
+
+async def send_encoded(
+    send: Send, content: bytes, *, status: int = 200, headers: list[tuple[bytes, bytes]] | None = None
+) -> None:
+    """Send a whole response whose body is the JSON `content`.
+
+    A slow client keeps it in memory for minutes, so callers keep no second copy of a long one.
+    """
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": fields + (headers or [])})
     await send({"type": "http.response.body", "body": content})

@@ -5,6 +5,8 @@ import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
+
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile, PoolingSpec, PoolingTask
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
@@ -16,7 +18,7 @@ from baton_serve.services.router.protocol.asgi import (
     Scope,
     Send,
     read_body,
-    send_json,
+    send_encoded,
 )
 from baton_serve.services.router.protocol.errors import BadRequestError, ClientGoneError
 from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
@@ -62,6 +64,16 @@ class PoolingEndpoint(Generic[R]):
         request = await parsed(body, self._schema)
         service = await self._service.serving(request.model)
         call = PoolingCall(service, request, context, prefix=self._prefix, is_long=is_long(body))
+        encoded = await self._encoded_answer(call, request, context, receive)
+        await send_encoded(send, encoded)
+
+    async def _encoded_answer(
+        self, call: "PoolingCall", request: R, context: RequestContext, receive: Receive
+    ) -> bytes:
+        """Return the answer to a request as JSON. Raises `ApiError`, and `ClientGoneError` if the client disconnects.
+
+        Nothing else that the answer was made of is kept then: a slow client may take minutes to receive 50 MB.
+        """
         # A task of its own, so that it can be cancelled wherever it waits once the client has disconnected.
         response_task = asyncio.ensure_future(self._respond(call, request))
         is_gone = False
@@ -73,7 +85,7 @@ class PoolingEndpoint(Generic[R]):
 
         try:
             with DisconnectWatch(receive, abandon, context.exchange):
-                answer = await response_task
+                return msgspec.json.encode(await response_task)
         except asyncio.CancelledError:
             # Either the client has disconnected, or the server cancels this request. In the second case the
             # cancellation must go on.
@@ -81,7 +93,6 @@ class PoolingEndpoint(Generic[R]):
             if is_gone:
                 raise ClientGoneError("the client disconnected") from None
             raise
-        await send_json(send, answer)
 
 
 class PoolingCall:
