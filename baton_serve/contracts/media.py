@@ -7,7 +7,7 @@ blocks or decode get the positions and hashes without the files.
 from collections.abc import Iterable, Sequence
 from hashlib import sha256
 from struct import pack, unpack
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -137,6 +137,17 @@ class VideoTask(msgspec.Struct, frozen=True, kw_only=True):
     indexes: list[int] = []
 
 
+class Embedded(msgspec.Struct, frozen=True, kw_only=True):
+    """Embeddings of an image that a client has computed. The file is their rows, one after another."""
+
+    num_rows: Annotated[int, Meta(ge=1, le=1 << 20)]
+    width: Annotated[int, Meta(ge=1, le=1 << 20)]
+    """Values of one row."""
+    dtype: Literal["float32", "float16", "bfloat16"]
+    grid: tuple[int, int, int] | None = None
+    """Frames, and rows and columns of patches (`image_grid_thw`), for models whose tokens form a grid."""
+
+
 class MediaHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """How an image or video is to be read, where that does not follow from the file alone.
 
@@ -147,6 +158,8 @@ class MediaHeader(msgspec.Struct, frozen=True, omit_defaults=True):
     """Values that replace some of the model's processor (`mm_processor_kwargs`)."""
     clip: Clip | None = None
     """The frames of a video; None: the file is an image."""
+    embedded: Embedded | None = None
+    """The file holds embeddings instead of a picture; None: it does not."""
 
 
 NO_HEADER = MediaHeader()

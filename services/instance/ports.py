@@ -4,7 +4,7 @@ The real classes match them structurally and do not import this module; tests us
 the modules that define them.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from baton_serve.contracts.media import EmbeddingShape
 from baton_serve.contracts.messages import Ticket, ToRouter, Work
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, DecodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.rpc.links import RouterId
 
@@ -57,7 +57,7 @@ class EncoderPort(SteppingPort, Protocol):
     """The interface of `engine.pooling.image_encoder.ImageEncoder`. Engine thread only."""
 
     def claim(self, request_id: RequestId, root: BlockHash, digests: Sequence[bytes]) -> list[bytes]: ...
-    def add(self, request_id: RequestId, images: Mapping[bytes, DecodedImage]) -> None: ...
+    def add(self, request_id: RequestId, images: Pixels) -> None: ...
     def blocks_of(self, request_id: RequestId) -> list[tuple[EmbeddingShape, list[NamedBlock]]]: ...
     def release(self, request_id: RequestId) -> None: ...
     def cached_block_hashes(self) -> list[BlockHash]: ...

@@ -1,16 +1,22 @@
 """Images in chats through router, prefill, transfer and decode: greedy tokens equal transformers' own LLaVA."""
 
 import asyncio
+import base64
 import os
 import signal
 from collections.abc import Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
+from PIL import Image
 from tokenizers import Tokenizer
 
+from baton_serve.engine import EngineConfig
+from baton_serve.engine.model.vision.tower import load_tower
 from tests.e2e.cluster import Cluster
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
@@ -89,6 +95,32 @@ def test_tokens_equal_transformers(llava: Path, transport: str) -> None:
     assert cached[1] < IMAGE_TOKENS < cached[3]
     sizes = [answer["usage"]["prompt_tokens"] for answer in answers]
     assert sizes[0] == sizes[1] == sizes[4] + IMAGE_TOKENS
+
+
+def test_embeddings_of_a_client(llava: Path) -> None:
+    """The answer is that to the picture, and the same embeddings are found in the prefix cache."""
+    tower = load_tower(EngineConfig(model=str(llava), dtype="float32"), torch.device("cpu"), torch.float32)
+    assert tower is not None
+    opened = Image.open(BytesIO(picture(1))).convert("RGB")
+    rows = BytesIO()
+    torch.save(tower.encode(tower.reader.picture_of(opened)), rows)
+    body = body_of(CHATS["one image"])
+    part = {"type": "image_embeds", "image_embeds": base64.b64encode(rows.getvalue()).decode()}
+    body["messages"][0]["content"][0] = part
+    damaged = BytesIO()
+    torch.save(torch.full((IMAGE_TOKENS, 64), torch.nan), damaged)
+    other = {**part, "image_embeds": base64.b64encode(damaged.getvalue()).decode()}
+    wrong = {**body, "messages": [{"role": "user", "content": [other]}]}
+
+    async def ask() -> list[httpx.Response]:
+        async with asyncio.timeout(60), served(llava, transport="usm", enable_mm_embeds=True) as client:
+            await until_ready(client)
+            return [await client.post("/v1/chat/completions", json=one) for one in (body, body, wrong)]
+
+    first, again, refused = asyncio.run(ask())
+    assert [tokens_of(answer.json()) for answer in (first, again)] == expected(llava, [CHATS["one image"]]) * 2
+    assert again.json()["usage"]["prompt_tokens_details"]["cached_tokens"] > IMAGE_TOKENS
+    assert refused.status_code == 400 and "contain NaN" in refused.json()["error"]["message"]
 
 
 def test_images_of_tiles(tmp_path: Path) -> None:

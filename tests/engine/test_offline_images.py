@@ -84,7 +84,9 @@ def test_wrong_images_are_refused_and_leave_nothing(llm: LLM) -> None:
         ask({"depth": b"x"})
     with pytest.raises(ConfigError, match="does not accept audio here: audio in chats is read by"):
         ask({"audio": np.zeros(900)})
-    with pytest.raises(ConfigError, match="a Pillow image, an array or the bytes of a file, not str"):
+    with pytest.raises(
+        ConfigError, match="a Pillow image, an array, the bytes of a file or a tensor of embeddings, not str"
+    ):
         ask({"image": "a path"})
     with pytest.raises(RequestError, match="2 images, but the prompt has 1 image tokens"):
         ask({"image": [opened(1), opened(2)]})

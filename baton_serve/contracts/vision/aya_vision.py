@@ -56,6 +56,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     return AyaImages(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
         placeholder="<image>",
+        is_one_run=False,
         # The processor of the whole model cuts images, whatever preprocessor_config.json says.
         processor_settings={"crop_to_patches": True},
         tiles=tile_rules(facts, cuts=True),

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_serve.contracts.media import Clip, TokenGrid
+from baton_serve.contracts.media import Clip, Embedded, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
 from baton_serve.contracts.vision.sound_rules import SoundRules
@@ -26,6 +26,8 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     processor_settings: Mapping[str, Any] = {}
     """Arguments of the model's image processor, as transformers' processor of the whole model gives them."""
 
+    is_one_run: bool = True
+    """False if other tokens may stand among those of an image."""
     attends_both_ways: bool = False
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
     video: VideoRules | None = None
@@ -70,6 +72,22 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
             return self.video.text_of(clip)
         grid = self.token_grid(width=width, height=height)
         return self._written(self.parts(width=width, height=height), grid)
+
+    def text_of_rows(self, rows: Embedded) -> MediaText:
+        """Return what embeddings that a client has computed become in a prompt. Raises `UnfitImageError`."""
+        grid = self.grid_of_rows(rows)
+        counts = [part for part in self.least if isinstance(part, int)]
+        if not self.is_one_run or len(counts) != 1:
+            raise UnfitImageError("this model writes marks among the embeddings of an image: send the image instead")
+        if self.is_fixed and counts[0] != rows.num_rows:
+            raise UnfitImageError(f"an image of this model has {counts[0]} embeddings, not {rows.num_rows}")
+        return self._written([rows.num_rows if isinstance(part, int) else part for part in self.least], grid)
+
+    def grid_of_rows(self, rows: Embedded) -> TokenGrid | None:
+        """Return the grid that these embeddings form, None for positions like text. Raises `UnfitImageError`."""
+        if rows.grid is not None:
+            raise UnfitImageError("image_grid_thw is for models whose tokens form a grid: leave it out")
+        return None
 
     def least_text(self, *, is_video: bool = False) -> MediaText:
         """Return the same for the image or video that takes the fewest tokens."""

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from baton_serve.contracts.media import TokenGrid
+from baton_serve.contracts.media import Embedded, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
 from baton_serve.contracts.vision.scaling import scaled_grid
 from baton_serve.contracts.vision.sounds import sound_rules
 from baton_serve.contracts.vision.videos import video_rules
@@ -38,6 +38,8 @@ class ImageGrid(ImageFamily, frozen=True):
     """Width and height in pixels that one token shows."""
     min_pixels: int
     max_pixels: int
+    joined: int = 2
+    """Patches of the tower, in each direction, that are joined to one token."""
     frames: int = 1
     enlarges_first: bool = False
 
@@ -66,6 +68,20 @@ class ImageGrid(ImageFamily, frozen=True):
         )
         # An image is one frame, although the tower reads it as two equal ones.
         return TokenGrid(1, rows, columns)
+
+    def grid_of_rows(self, rows: Embedded) -> TokenGrid:
+        """Return the grid of these embeddings. Raises `UnfitImageError` unless they state one that has as many
+        tokens."""
+        if rows.grid is None:
+            raise UnfitImageError("embeddings of this model need their image_grid_thw")
+        frames, tall, wide = rows.grid
+        is_whole = frames == 1 and tall > 0 and wide > 0 and not (tall % self.joined or wide % self.joined)
+        if not is_whole or (tall // self.joined) * (wide // self.joined) != rows.num_rows:
+            raise UnfitImageError(
+                f"image_grid_thw {list(rows.grid)} is not that of one image with {rows.num_rows} embeddings, which"
+                f" join {self.joined} x {self.joined} patches each"
+            )
+        return TokenGrid(1, tall // self.joined, wide // self.joined)
 
     def call_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the limits as the processor takes them in calls."""
@@ -124,6 +140,7 @@ def _grid(
         video=video_rules(facts, token_id),
         audio=sound_rules(facts),
         token_side=processor.patch_size * processor.merge_size,
+        joined=processor.merge_size,
         min_pixels=low,
         max_pixels=high,
         frames=frames or 1,

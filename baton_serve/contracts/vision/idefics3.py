@@ -117,6 +117,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
     return Idefics3Images(
         image_token_id=known.image_token_id,
+        is_one_run=False,
         # The connector joins squares of `scale_factor` patches on each side to one token (pixel shuffle).
         tokens_per_tile=int((tower.image_size // tower.patch_size) ** 2 / known.scale_factor**2),
         tile=images.max_image_size.longest_edge,

@@ -87,6 +87,7 @@ def family(facts: ModelFacts) -> ImageFamily:
     return PixtralImages(
         image_token_id=10 if token_id is None else token_id,
         processor_settings={"patch_size": patch},
+        is_one_run=not has_marks,
         side=side,
         patch=patch,
         # transformers loses the shape of a single token in Mistral 3's projector.

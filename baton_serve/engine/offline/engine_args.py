@@ -42,6 +42,7 @@ WITHOUT_EFFECT = {
     "disable_log_requests": "the offline API logs no requests",
     "disable_log_stats": "the offline API logs statistics only on `do_log_stats`",
     "enable_chunked_prefill": "long prompts are always computed in chunks",
+    "enable_mm_embeds": "embeddings of images are accepted from the caller's own program",
     "guided_decoding_backend": "there is one backend for structured output, llguidance",
     "max_parallel_loading_workers": "weights are read by as many threads as the machine has cores",
     "max_seq_len_to_capture": "graphs are captured for all lengths",

@@ -9,15 +9,27 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlparse
 
 import numpy as np
+import torch
 from PIL import Image
+from torch import Tensor
 
 from baton_serve.contracts.audio import is_wav
-from baton_serve.contracts.media import MediaHeader, MediaSpan, digest_of, source_span, split_header, with_header
+from baton_serve.contracts.media import (
+    Embedded,
+    MediaHeader,
+    MediaSpan,
+    digest_of,
+    has_header,
+    source_span,
+    split_header,
+    with_header,
+)
 from baton_serve.contracts.vision import (
     HEARD,
     SERVED,
@@ -30,7 +42,7 @@ from baton_serve.contracts.vision import (
     write_parts_as_tokens,
 )
 from baton_serve.engine.errors import ConfigError, RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
+from baton_serve.engine.model.vision.placeholders import ImageReader, Pixels
 from baton_serve.engine.offline.prompts import ParsedPrompt
 from baton_serve.engine.offline.sounds import is_list_of_sounds, sound_file
 from baton_serve.engine.offline.videos import GivenVideo, file_of, given_video
@@ -111,7 +123,8 @@ def media_of(data: Mapping[str, Any], uuids: Mapping[str, Any]) -> list[GivenMed
     """
     if others := {name for name, value in data.items() if value is not None} - {"image", "video", "audio"}:
         raise ConfigError(f"multi_modal_data: {sorted(others)[0]} is not supported; only image, video and audio are")
-    images = _items(data, uuids, "image", lambda image: isinstance(image, list | tuple), _file_of)
+    given = data.get("image")
+    images = _items({"image": _split(given)}, uuids, "image", lambda image: isinstance(image, list | tuple), _file_of)
     videos = _items(data, uuids, "video", _is_list_of_videos, given_video)
     return images + videos + _items(data, uuids, "audio", is_list_of_sounds, sound_file)
 
@@ -244,7 +257,7 @@ def _in_order(
 
 
 def _with_header(content: bytes | GivenVideo, family: ImageFamily, settings: Mapping[str, Any]) -> bytes:
-    if isinstance(content, bytes) and is_wav(content):
+    if isinstance(content, bytes) and (is_wav(content) or has_header(content)):
         return content
     if isinstance(content, bytes):
         return with_header(content, MediaHeader(dict(settings)))
@@ -258,9 +271,7 @@ def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
     if clip is not None:
         return family.text_of(width=clip.width, height=clip.height, clip=clip)
     picture = pixels[digest_of(file)]
-    if isinstance(picture, DecodedImage) and picture.text is not None:
-        return picture.text
-    return family.text_of(width=picture.width, height=picture.height)
+    return picture.text or family.text_of(width=picture.width, height=picture.height)
 
 
 def _written(
@@ -286,11 +297,61 @@ def _written(
     return write_parts_as_tokens(token_ids, media, lambda text: encode(text, False))
 
 
+def _split(images: Any) -> Any:
+    """Return embeddings of several images in vLLM's forms as a list with those of one image each, other values as they
+    are.
+
+    The forms are a tensor [images, embeddings, hidden size], and a dict with the embeddings of all images in a row,
+    `image_embeds`, and their `image_grid_thw` [images, 3]. Raises `ConfigError` if the two do not fit.
+    """
+    if isinstance(images, Tensor) and images.ndim == 3:
+        return list(images)
+    if not isinstance(images, dict):
+        return images
+    rows, grids = images.get("image_embeds"), images.get("image_grid_thw")
+    if images.keys() != {"image_embeds", "image_grid_thw"} or not isinstance(rows, Tensor) or rows.ndim != 2:
+        raise ConfigError("embeddings of images are a tensor, or a dict of the tensors image_embeds and image_grid_thw")
+    shapes = [tuple(map(int, grid)) for grid in torch.as_tensor(grids).view(-1, 3)]
+    patches = sum(map(prod, shapes))
+    # Each embedding joins as many patches as any other.
+    joined = patches // len(rows) if len(rows) else 0
+    if not joined or patches != joined * len(rows):
+        raise ConfigError(
+            f"image_grid_thw has {patches} patches, which {len(rows)} embeddings cannot have in equal parts"
+        )
+    parts = torch.split(rows, [prod(shape) // joined for shape in shapes])
+    return [_Rows(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+
+
+class _Rows(NamedTuple):
+    """The embeddings of one image, with its `image_grid_thw`."""
+
+    values: Tensor
+    grid: tuple[int, ...] | None
+
+
+def _embeddings(given: "_Rows") -> bytes:
+    """Return embeddings [embeddings, hidden size] as the file that the engine takes. Raises `ConfigError`."""
+    values, grid = given
+    dtype: Any = str(values.dtype).removeprefix("torch.")
+    if values.ndim != 2 or not values.numel() or dtype not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(
+            "embeddings of an image must be floats [embeddings, hidden size] of float32, float16 or bfloat16, not"
+            f" {dtype} {list(values.shape)}"
+        )
+    known: Any = grid
+    header = Embedded(num_rows=len(values), width=values.shape[1], dtype=dtype, grid=known)
+    data = values.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return with_header(data, MediaHeader(embedded=header))
+
+
 def _file_of(image: object) -> bytes:
     """Return an image in any form of vLLM's API as an image file: a Pillow image, an array [height, width, 3], or the
-    bytes of a file. Raises `ConfigError` for other objects."""
+    bytes of a file; or its embeddings, a tensor. Raises `ConfigError` for other objects."""
     if isinstance(image, bytes):
         return image
+    if isinstance(image, Tensor | _Rows):
+        return _embeddings(image if isinstance(image, _Rows) else _Rows(image, None))
     if isinstance(image, np.ndarray):
         shape = image.shape
         try:
@@ -299,8 +360,8 @@ def _file_of(image: object) -> bytes:
             raise ConfigError(f"an image array must be uint8 [height, width, 3], not {shape}") from exc
     if not isinstance(image, Image.Image):
         raise ConfigError(
-            f"an image must be a Pillow image, an array or the bytes of a file, not {type(image).__name__}: embeddings"
-            " of images are not supported"
+            f"an image must be a Pillow image, an array, the bytes of a file or a tensor of embeddings, not"
+            f" {type(image).__name__}"
         )
     written = BytesIO()
     # PNG loses nothing, and the file identifies the image in the prefix cache.

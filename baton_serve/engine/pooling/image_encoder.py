@@ -7,7 +7,7 @@ shares them between requests and evicts the least recently used ones. The owner 
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
-from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader
+from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
 from baton_serve.engine.model.vision.tower import VisionTower, load_tower
 from baton_serve.engine.model_folder import max_model_len_of, read_config
 
@@ -126,15 +126,18 @@ class ImageEncoder:
         request = self._requests[request_id] = _EncodeRequest(root)
         return [digest for digest in digests if not self._take_cached(request, digest)]
 
-    def add(self, request_id: RequestId, images: Mapping[bytes, DecodedImage]) -> None:
+    def add(self, request_id: RequestId, images: Pixels) -> None:
         """Queue images of a claimed request, by digest. A step reports the request as `held` after its last image.
 
         Raises `RequestError` for an image that the model cannot read, or that is larger than the cache.
         """
-        for image in images.values():
+        waiting = {digest: image for digest, image in images.items() if isinstance(image, DecodedImage)}
+        if len(waiting) < len(images):
+            raise RequestError("invalid", "embeddings are not encoded again: send them to a prefill instance")
+        for image in waiting.values():
             if -(-self._rows_of(image) // self.layout.block_tokens) > self._pool.num_total:
                 raise RequestError("too_long", "an image is larger than the cache of embeddings (--embedding-cache-gb)")
-        self._requests[request_id].waiting |= images
+        self._requests[request_id].waiting |= waiting
 
     def blocks_of(self, request_id: RequestId) -> list[tuple[EmbeddingShape, list[NamedBlock]]]:
         """Return the embeddings of a request that is held: their shapes, and the blocks that hold their rows."""

@@ -22,7 +22,7 @@ from baton_serve.contracts.media import EmbeddingShape, MediaSpan, digest_of
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.engine.device import DTYPES
 from baton_serve.engine.model.vision.kept_pictures import KeptPictures
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, DecodedImage, EncodedImage, ImageReader, Pixels
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, EncodedImage, ImageReader, Pixels
 from baton_serve.kvtransfer import (
     Corrupt,
     HostMemory,
@@ -215,7 +215,7 @@ class PromptImageSource:
         if message.embeddings and self._fetcher is not None:
             fetched = await self._fetcher.fetch(request, message.embeddings)
 
-        def decode() -> Mapping[bytes, DecodedImage]:
+        def decode() -> Pixels:
             # Hashing again costs less than decoding, and nothing says which file has which digest.
             return kept.read(root, (file for file in files if not fetched or digest_of(file) not in fetched))
 

@@ -36,6 +36,8 @@ class ImageLimits:
     """
     processor_settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the model's processor (`--mm-processor-kwargs`), which a request may replace."""
+    takes_embeddings: bool = False
+    """True if clients may send embeddings of images (`--enable-mm-embeds`)."""
     domains: frozenset[str] = frozenset()
     """Hosts from which images are fetched (`--allowed-media-domains`). `*` allows every host with a public address."""
     local_path: Path | None = None

@@ -193,6 +193,7 @@ class ContentPart(_Request):
     type: Name
     text: str | None = None
     image_url: dict[str, Any] | str | None = None
+    image_embeds: dict[str, Any] | str | None = None
     video_url: dict[str, Any] | str | None = None
     audio_url: dict[str, Any] | str | None = None
     input_audio: dict[str, Any] | None = None

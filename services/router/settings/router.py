@@ -154,6 +154,14 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
             ' {"max_pixels": 1003520} or {"fps": 1}; requests may replace them by a field of this name'
         ),
     ] = ""
+    # Off by default, as in vLLM: embeddings reach the decoder without any processor that would bound their values.
+    enable_mm_embeds: Annotated[
+        bool,
+        Meta(
+            description="accept parts of type image_embeds, which hold embeddings of an image instead of the image:"
+            " a file of torch.save or safetensors in base64"
+        ),
+    ] = False
     # Empty by default: fetching any URL that a client names would let it reach services inside the operator's network.
     allowed_media_domains: Annotated[
         list[str],
@@ -247,6 +255,7 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
         return ImageLimits(
             per_prompt=limits_per_prompt(self.limit_mm_per_prompt),
             processor_settings=processor_settings(self.mm_processor_kwargs),
+            takes_embeddings=self.enable_mm_embeds,
             domains=frozenset(domain.lower() for domain in self.allowed_media_domains),
             local_path=Path(self.allowed_local_media_path) if self.allowed_local_media_path else None,
             fetch_timeout_s=self.image_fetch_timeout_s,

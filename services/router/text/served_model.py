@@ -141,7 +141,8 @@ class ServedModel:
             return {}
         found: dict[str, str] = {}
         if self.vision.reads_images:
-            found["image_url"] = self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id) or ""
+            mark = self.vision.placeholder or self.tokenizer.token(self.vision.image_token_id) or ""
+            found |= {"image_url": mark, "image_embeds": mark}
         if self.vision.audio is not None:
             before, behind = self.vision.audio.marks
             mark = f"{before}{self.tokenizer.token(self.vision.audio.token_id)}{behind}"

@@ -3,7 +3,7 @@
 All of it can be called from any thread.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,21 @@ from torch import Tensor
 
 from baton_serve.contracts.audio import is_wav
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import FORMATS, TURNED_FORMATS, Clip, digest_of, is_strip, span_digests, split_header
+from baton_serve.contracts.media import (
+    FORMATS,
+    TURNED_FORMATS,
+    Clip,
+    Embedded,
+    digest_of,
+    is_strip,
+    span_digests,
+    split_header,
+)
 from baton_serve.contracts.vision import ImageFamily, configured
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.speech.sounds import HFSoundReader
 from baton_serve.engine.model.vision.pixel_table import PixelTable, pixel_table
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
@@ -52,17 +61,18 @@ class HFImageReader:
         self.dtype = dtype
         self._table = None if self._processor is None else pixel_table(self._processor, self._family, dtype)
 
-    def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
+    def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage | EncodedImage]:
         """Decode and preprocess images, videos and audio; the result is keyed by the digests of their spans.
+        Embeddings are taken as they are.
 
         Raises `RequestError` if a file cannot be decoded, or if its size is out of bounds.
         """
-        found: dict[bytes, DecodedImage] = {}
+        found: dict[bytes, DecodedImage | EncodedImage] = {}
         for data in images:
             found |= self._read(data)
         return found
 
-    def _read(self, data: bytes) -> dict[bytes, DecodedImage]:
+    def _read(self, data: bytes) -> Mapping[bytes, DecodedImage | EncodedImage]:
         """Decode one file and preprocess it as its header says."""
         digest = digest_of(data)
         if self.sounds is not None and is_wav(data):
@@ -70,12 +80,34 @@ class HFImageReader:
         try:
             header, file = split_header(data)
             family = configured(self._family, header.settings)
+            if header.embedded is not None:
+                return {digest: self._embedded(file, header.embedded, family)}
             if header.clip is None:
                 return {digest: self._image(file, family)}
             frames = self.clip_of(frames_of(file, header.clip), header.clip, family)
         except (ValueError, *LOAD_ERRORS) as exc:
             raise RequestError("invalid", f"an image or video cannot be read: {first_line(exc)}") from exc
         return dict(zip(span_digests(digest, len(frames)), frames, strict=True))
+
+    def _embedded(self, data: memoryview, stated: Embedded, family: ImageFamily) -> EncodedImage:
+        """Return embeddings that a client has computed, in the tower's dtype.
+
+        Raises `UnfitImageError` or `ValueError` if they cannot be those of an image of this model.
+        """
+        text = family.text_of_rows(stated)
+        if self.embedding_layout is None:
+            raise ValueError("this model reads no embeddings of images")
+        if stated.width != (width := self.embedding_layout.head_dim):
+            raise ValueError(f"embeddings of this model have {width} values, not {stated.width}")
+        dtype = getattr(torch, stated.dtype)
+        if len(data) != stated.num_rows * stated.width * dtype.itemsize:
+            raise ValueError("the embeddings do not have the size that their header states")
+        # A copy, because torch must not write to the bytes of a message.
+        rows = torch.frombuffer(bytearray(data), dtype=dtype).view(stated.num_rows, stated.width).to(self.dtype)
+        # After the conversion, which makes large values infinite. They would spread to all tokens behind the image.
+        if not bool(rows.isfinite().all()):
+            raise ValueError(f"the embeddings contain NaN, or a value that {str(self.dtype)[6:]} does not have")
+        return EncodedImage(rows, 0, 0, text)
 
     def clip_of(self, frames: Iterator[Tensor], clip: Clip, family: ImageFamily) -> list[DecodedImage]:
         """Preprocess the frames of a video, uint8 [3, height, width] each; return one picture for each of its spans.

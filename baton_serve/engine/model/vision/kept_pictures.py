@@ -1,11 +1,11 @@
 """Keeps files of images, videos and audio decoded, for prompts that have them again, such as later turns of a chat."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from threading import Lock
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import digest_of
-from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader
+from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, ImageReader, Pixels
 
 MAX_KEPT_BYTES = 256 << 20
 """Size of decoded files in host memory: 20 images of 1,024 x 1,024 pixels for Qwen2.5-VL."""
@@ -27,13 +27,13 @@ class KeptPictures:
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = Lock()
-        self._files: dict[_Name, Mapping[bytes, DecodedImage]] = {}
+        self._files: dict[_Name, Pixels] = {}
 
-    def read(self, root: BlockHash, files: Iterable[bytes]) -> dict[bytes, DecodedImage]:
+    def read(self, root: BlockHash, files: Iterable[bytes]) -> dict[bytes, DecodedImage | EncodedImage]:
         """Return what `ImageReader.read` returns for `files`, of a prompt whose block hashes begin with `root`. Raises
         `RequestError` for a file that cannot be decoded, of which nothing is kept.
         """
-        found: dict[bytes, DecodedImage] = {}
+        found: dict[bytes, DecodedImage | EncodedImage] = {}
         for file in files:
             name = root, digest_of(file)
             with self._lock:
@@ -44,7 +44,7 @@ class KeptPictures:
             found.update(decoded)
         return found
 
-    def _keep(self, name: _Name, decoded: Mapping[bytes, DecodedImage]) -> None:
+    def _keep(self, name: _Name, decoded: Pixels) -> None:
         """Keep a decoded file as the most recently used one. The least recently used ones are dropped beyond the
         limit."""
         with self._lock:
@@ -54,5 +54,5 @@ class KeptPictures:
                 self._num_bytes -= _num_bytes(self._files.pop(next(iter(self._files))))
 
 
-def _num_bytes(decoded: Mapping[bytes, DecodedImage]) -> int:
-    return sum(one.nbytes for picture in decoded.values() for one in picture.inputs.values())
+def _num_bytes(decoded: Pixels) -> int:
+    return sum(picture.num_bytes for picture in decoded.values())

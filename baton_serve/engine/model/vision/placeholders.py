@@ -29,9 +29,14 @@ class DecodedImage(NamedTuple):
     """The texts and tokens that stand for the image in a prompt; for one group of frames, if each group of a video has
     a span of its own. None: they follow from the size alone."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the tensors."""
+        return sum(value.nbytes for value in self.inputs.values())
+
 
 class EncodedImage(NamedTuple):
-    """An image that an encode instance has encoded. `width` and `height` are those of the file.
+    """An image that an encode instance or a client has encoded. `width` and `height` are those of the file.
 
     `features` are its embeddings [number of tokens, width of a row] in host memory.
     """
@@ -39,6 +44,13 @@ class EncodedImage(NamedTuple):
     features: Tensor
     width: int
     height: int
+    text: MediaText | None = None
+    """The texts and tokens that stand for embeddings of a client in a prompt. None: they follow from the size alone."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the embeddings."""
+        return self.features.nbytes
 
 
 Pixels = Mapping[bytes, DecodedImage | EncodedImage]
@@ -55,9 +67,9 @@ class ImageReader(Protocol):
         """Return the layout of blocks in which embeddings of images can be fetched; None if none can."""
         ...
 
-    def read(self, images: Iterable[bytes]) -> Mapping[bytes, DecodedImage]:
-        """Decode and preprocess files; the result is keyed by the digest of the file. Raises `RequestError` for a file
-        that cannot be decoded.
+    def read(self, images: Iterable[bytes]) -> Pixels:
+        """Decode and preprocess files; the result is keyed by the digest of the file. Embeddings stay as they are.
+        Raises `RequestError` for a file that cannot be decoded.
         """
         ...
 

@@ -17,7 +17,7 @@ from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
@@ -70,8 +70,7 @@ class VisionPromptImages:
             if picture is None:
                 raise RequestError("invalid", "an image of the prompt was not sent with the request")
             try:
-                stated = picture.text if isinstance(picture, DecodedImage) else None
-                text = stated or family.text_of(width=picture.width, height=picture.height)
+                text = picture.text or family.text_of(width=picture.width, height=picture.height)
             except UnfitImageError as exc:
                 raise RequestError("invalid", str(exc)) from exc
             tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]

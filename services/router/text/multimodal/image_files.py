@@ -5,32 +5,40 @@ import binascii
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote, urlsplit
 
 from baton_serve.contracts.audio import Cut, CutterLimits
 from baton_serve.contracts.media import (
     FORMATS,
     MAX_ASPECT,
+    MAX_HEADER_BYTES,
     MAX_PROMPT_BYTES,
     ORIENTATION_TAG,
     TURNED_FORMATS,
     Clip,
+    Embedded,
     MediaHeader,
     VideoFile,
     digest_of,
     is_strip,
+    split_header,
     with_header,
 )
 from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
+from baton_serve.services.router.text.multimodal.tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.video_probe import probe
 from baton_serve.services.router.text.thread_pools import IMAGES
 
 _INLINE_CHARS = 64 * 1024
 """Longest `data:` URL that is decoded on the event loop. Longer ones are decoded in a thread, so that streams go on."""
+
+_EMBEDDING_DTYPES = ("float32", "float16", "bfloat16")
+_MAX_GRID_BYTES = 64 * 1024
+"""Largest file of an `image_grid_thw`, which holds three numbers."""
 
 _ROTATED = range(5, 9)
 """Values of the EXIF orientation that exchange width and height."""
@@ -62,6 +70,8 @@ class ImageFile(NamedTuple):
     clip: Clip | None = None
     num_samples: int = 0
     """Samples of an audio at the model's rate; 0 for images and videos."""
+    embedded: Embedded | None = None
+    """Describes embeddings that a client has computed; None for all other files."""
 
 
 async def load(
@@ -96,6 +106,8 @@ async def load(
 def _max_bytes(part: MediaPart, limits: ImageLimits, decoder: SoundDecoder | None) -> int:
     """Return the largest size that a file can have, of audio also after it was decoded."""
     most = limits.bytes_of(part.kind)
+    if part.is_embedded and part.url:
+        return min(most, len(part.url)) + MAX_HEADER_BYTES
     most = min(most, len(part.url)) if _scheme(part.url) == "data" else most
     return most if decoder is None or part.kind != "audio" else max(most, decoder.max_file_bytes)
 
@@ -115,6 +127,8 @@ class _Loading(NamedTuple):
 
     async def load_in_turn(self, part: MediaPart) -> ImageFile:
         async with self.slots:
+            if part.is_embedded:
+                return await self._embedded(part)
             is_fetched = _scheme(part.url) in ("http", "https")
             is_small = _scheme(part.url) == "data" and len(part.url) <= _INLINE_CHARS
             if not part.url:
@@ -129,6 +143,13 @@ class _Loading(NamedTuple):
                 self.reservation.count(len(file.data))
             self.reservation.memory.cache.keep(self.reservation.owner, part, data)
             return file
+
+    async def _embedded(self, part: MediaPart) -> ImageFile:
+        """Return embeddings as the file that an instance takes."""
+        file = await IMAGES.run(_embedded_file, part, self.limits) if part.url else self._kept(part)
+        self.reservation.count(len(file))
+        self.reservation.memory.cache.keep(self.reservation.owner, part, file)
+        return ImageFile(digest_of(file), file, 0, 0, embedded=split_header(file)[0].embedded)
 
     def _kept(self, part: MediaPart) -> bytes:
         """Return the file that was sent before with the same uuid."""
@@ -197,10 +218,49 @@ def _of_data_url(part: MediaPart, limits: ImageLimits) -> bytes:
     # Checked before decoding. The two bytes are the padding, which the estimate counts as data.
     if len(data) // 4 * 3 > limits.bytes_of(part.kind) + 2:
         raise too_large_error(limits, part.kind)
+    return _decoded(data, f"a data: URL of {part.noun}", part.kind)
+
+
+def _decoded(text: str, what: str, kind: str) -> bytes:
     try:
-        return binascii.a2b_base64(data, strict_mode=True)
+        return binascii.a2b_base64(text, strict_mode=True)
     except (binascii.Error, ValueError) as exc:
-        raise media_error(f"a data: URL of {part.noun} is not valid base64: {exc}", part.kind) from exc
+        raise media_error(f"{what} is not valid base64: {exc}", kind) from exc
+
+
+def _embedded_file(part: MediaPart, limits: ImageLimits) -> bytes:
+    """Return the file of embeddings that an instance takes: a header, and the rows as a client has sent them."""
+    rows = _tensor_of(part.url, "image_embeds", limits.max_bytes)
+    shape = rows.shape
+    # One image may stand in a batch of one, as the tower returns it.
+    shape = shape[1:] if len(shape) == 3 and shape[0] == 1 else shape
+    dtype: Any = rows.dtype
+    if len(shape) != 2 or dtype not in _EMBEDDING_DTYPES:
+        raise media_error(
+            f"image_embeds has the shape {list(rows.shape)} of {dtype}; it must be [embeddings, hidden size] of"
+            f" {' or '.join(_EMBEDDING_DTYPES)}"
+        )
+    grid: Any = None
+    if part.grid:
+        stated = _tensor_of(part.grid, "image_grid_thw", _MAX_GRID_BYTES)
+        try:
+            grid = tuple(stated.integers())
+        except ValueError as exc:
+            raise media_error(f"image_grid_thw cannot be used: {exc}") from exc
+        if len(grid) != 3:
+            raise media_error(f"image_grid_thw has {len(grid)} values; one image has three")
+    embedded = Embedded(num_rows=shape[0], width=shape[1], dtype=dtype, grid=grid)
+    return with_header(rows.data, MediaHeader(embedded=embedded))
+
+
+def _tensor_of(text: str, name: str, max_bytes: int) -> TensorFile:
+    # Checked before decoding. The two bytes are the padding, which the estimate counts as data.
+    if len(text) // 4 * 3 > max_bytes + 2:
+        raise media_error(f"{name} has more than {max_bytes} bytes (--max-image-bytes)")
+    try:
+        return read_tensor(_decoded(text, name, "image"))
+    except ValueError as exc:
+        raise media_error(f"{name} cannot be used: {exc}") from exc
 
 
 def _of_file(part: MediaPart, limits: ImageLimits) -> bytes:

@@ -68,7 +68,7 @@ class ImagePlaces:
     @property
     def is_fixed(self) -> bool:
         """Return whether all of them become the same, whatever is in the files."""
-        return self._family.is_fixed and all(part.kind == "image" for part in self.media)
+        return self._family.is_fixed and all(part.kind == "image" and not part.is_embedded for part in self.media)
 
     @property
     def least(self) -> list[MediaText]:
@@ -104,6 +104,8 @@ class ImagePlaces:
             raise media_error(str(exc)) from exc
 
     def _text_of(self, file: ImageFile) -> MediaText:
+        if file.embedded is not None:
+            return self._family.text_of_rows(file.embedded)
         if self._family.audio is not None and file.num_samples:
             return self._family.audio.text_of(file.num_samples)
         return self._family.text_of(width=file.width, height=file.height, clip=file.clip)
@@ -155,7 +157,7 @@ async def count_image_tokens(
     The images are loaded only if their number of tokens depends on their size. Raises `BadRequestError` if the images
     cannot be loaded or do not match the prompt, and `RateLimitError` if the limits of `ImageMemory` are reached.
     """
-    _check_number(places.media, image_limits)
+    _check_media(places.media, image_limits)
     if places.is_fixed:
         media = places.least
     else:
@@ -178,7 +180,7 @@ async def expand_image_tokens(
     `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer, and
     `RateLimitError` if the limits of `ImageMemory` are reached.
     """
-    _check_number(places.media, image_limits)
+    _check_media(places.media, image_limits)
     # A prompt that is too long already with the smallest images is rejected before anything is fetched.
     least = places.written(places.least)
     token_ids = await tokenize(least)
@@ -197,7 +199,9 @@ async def expand_image_tokens(
     return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
 
 
-def _check_number(media: Sequence[MediaPart], image_limits: ImageLimits) -> None:
-    """Raise `BadRequestError` if a request has more images, videos or audio than it may."""
+def _check_media(media: Sequence[MediaPart], image_limits: ImageLimits) -> None:
+    """Raise `BadRequestError` if a request has embeddings or more images, videos or audio than it may."""
+    if any(part.is_embedded for part in media) and not image_limits.takes_embeddings:
+        raise media_error("embeddings of images are accepted only with --enable-mm-embeds: send the image")
     for kind in ("image", "video", "audio"):
         image_limits.check_number(kind, sum(part.kind == kind for part in media))

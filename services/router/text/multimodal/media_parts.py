@@ -10,7 +10,13 @@ from baton_serve.services.router.protocol.openai_requests import ChatMessage, Co
 Kind = Literal["image", "video", "audio"]
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
-    {"image_url": "image", "video_url": "video", "audio_url": "audio", "input_audio": "audio"}
+    {
+        "image_url": "image",
+        "image_embeds": "image",
+        "video_url": "video",
+        "audio_url": "audio",
+        "input_audio": "audio",
+    }
 )
 """The kind of file that a content part of a type holds. The names are those of OpenAI's and vLLM's chat API."""
 
@@ -28,6 +34,9 @@ class MediaPart(NamedTuple):
     url: str
     """Empty for a file that was sent before with the same `uuid`."""
     uuid: str | None = None
+    is_embedded: bool = False
+    """True: `url` is the base64 of a tensor with the embeddings of an image, and `grid` of one with their grid."""
+    grid: str = ""
 
     @property
     def noun(self) -> str:
@@ -56,6 +65,8 @@ def image_part(url: str) -> ContentPart:
 def _of(part: ContentPart, kind: Kind) -> MediaPart:
     if part.type == "input_audio":
         return _input_audio(part)
+    if part.type == "image_embeds":
+        return _image_embeds(part)
     stated = {"image": part.image_url, "video": part.video_url, "audio": part.audio_url}[kind]
     url = stated.get("url") if isinstance(stated, dict) else stated
     if part.uuid is not None and not url:
@@ -64,6 +75,23 @@ def _of(part: ContentPart, kind: Kind) -> MediaPart:
     if not found.url:
         raise media_error(f'it must be {{"type": "{kind}_url", "{kind}_url": {{"url": "{found.example}"}}}}', kind)
     return found
+
+
+def _image_embeds(part: ContentPart) -> MediaPart:
+    """Return the embeddings of an image: a tensor in base64, or an object with it and its grid."""
+    stated = part.image_embeds
+    values = stated if isinstance(stated, dict) else {"image_embeds": stated}
+    rows, grid = values.get("image_embeds"), values.get("image_grid_thw", "")
+    if part.uuid is not None and not rows:
+        return MediaPart("image", "", part.uuid, is_embedded=True)
+    is_known = values.keys() <= {"image_embeds", "image_grid_thw"}
+    if not is_known or not isinstance(rows, str) or not rows or not isinstance(grid, str):
+        raise media_error(
+            'it must be {"type": "image_embeds", "image_embeds": "base64…"}, or with a grid {"type": "image_embeds",'
+            ' "image_embeds": {"image_embeds": "base64…", "image_grid_thw": "base64…"}}, each the base64 of a file of'
+            " torch.save or safetensors with one tensor"
+        )
+    return MediaPart("image", rows, part.uuid, is_embedded=True, grid=grid)
 
 
 def _input_audio(part: ContentPart) -> MediaPart:
