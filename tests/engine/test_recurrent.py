@@ -13,7 +13,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels import AttentionMetadata, attention_backend, layer_kernels
+from baton_serve.engine.kernels import AttentionMetadata, MixerKernels, attention_backend, layer_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
 from baton_serve.engine.kernels.reference import layers as reference_layers
@@ -27,6 +27,7 @@ from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from baton_serve.engine.model.recurrent import StateProbe
+from baton_serve.engine.model.state_spaces import space_shapes
 from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import HYBRIDS, MAX_POSITIONS
@@ -36,6 +37,8 @@ BLOCK_TOKENS = 16
 BLOCKS_PER_SLOT = 10
 NUM_SLOTS = 7
 CPU = torch.device("cpu")
+STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")
+"""The families with Mamba-1 or Mamba-2 whose names do not say it."""
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ class PackedSequence:
 class PackedModel:
     """A model with KV blocks and state slots, of which each sequence has its own."""
 
-    def __init__(self, model: LoadedModel, *, uses_kernels: bool = True) -> None:
+    def __init__(self, model: LoadedModel, *, uses_kernels: bool = True, mixers: MixerKernels | None = None) -> None:
+        """`mixers` None: the CPU's own."""
         self.model = model
         layout = KVLayout(
             fingerprint="",
@@ -69,8 +73,8 @@ class PackedModel:
         self._cache = KVCache(layout, NUM_SLOTS * BLOCKS_PER_SLOT, CPU, place="device")
         kernels = layer_kernels(CPU, model.dtype) if uses_kernels else reference_layers
         backend = attention_backend(CPU, model.dtype)
-        mixers = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
-        self._forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers)
+        own: MixerKernels = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
+        self._forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
         self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor)
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
@@ -250,6 +254,15 @@ def test_weights_that_layers_share_are_rounded_in_all_of_them(tmp_path: Path) ->
     exact = PackedModel(load(folder))
     (rounded,), (logits,) = (one.step([(PackedSequence(0, list(range(20)), 20), 20)]) for one in (packed, exact))
     assert 0 < (rounded - logits).abs().max() < 0.2 * logits.abs().max()
+
+
+@pytest.mark.parametrize("family", [name for name in HYBRIDS if "mamba" in name or name in STATE_SPACES])
+def test_state_spaces_run_a_step_at_once_where_no_cpu_kernels_are(tmp_path: Path, family: str) -> None:
+    model = load(write_tiny_model(tmp_path / family, family))
+    assert len(space_shapes(model.module)) == 1
+    PackedModel(model, uses_kernels=False)
+    mixers = [part.baton_mixer for part in model.module.modules() if hasattr(part, "baton_mixer")]
+    assert mixers and all(mixer.packed is not None for mixer in mixers)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("family", ["bamba", "nemotron_h", "lfm2", "kimi_linear"])

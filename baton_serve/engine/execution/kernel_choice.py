@@ -9,6 +9,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.layout import KVLayout, KVShape
+from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels.metadata import AttentionSpec
 from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
@@ -19,6 +20,7 @@ from baton_serve.engine.kernels.selection import kernel_candidates
 from baton_serve.engine.kv.kv_cache import DTYPES
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import quantized_layers
+from baton_serve.engine.model.state_spaces import space_shapes
 
 DEFAULT_HIDDEN_SIZE = 512
 """Size of the norms that are proved if a config does not state one by a known name."""
@@ -29,9 +31,11 @@ def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, d
     compared with plain torch; later starts read the stored result.
     """
     candidates = kernel_candidates(device, model.dtype)
-    return prove_kernels(
-        candidates, shapes_of(model, layout, config.tensor_parallel_size), device, folder=proof_folder()
-    )
+    shapes = shapes_of(model, layout, config.tensor_parallel_size)
+    if not devices.is_host(device):
+        # CPUs compute state spaces by other kernels, for single tokens, inside of transformers' forward.
+        shapes = replace(shapes, mixers=replace(shapes.mixers, spaces=space_shapes(model.module)))
+    return prove_kernels(candidates, shapes, device, folder=proof_folder())
 
 
 def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShapes:

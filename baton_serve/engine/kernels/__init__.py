@@ -18,7 +18,15 @@ from baton_serve.engine.kernels.metadata import (
     Weight,
     no_work,
 )
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerKernels, PackedSequences
+from baton_serve.engine.kernels.mixers import (
+    DeltaHeads,
+    LatentRows,
+    MixerKernels,
+    PackedSequences,
+    ScanChannels,
+    StateSpaceHeads,
+    StateSpaceShapes,
+)
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
 from baton_serve.engine.kernels.selection import (
     adapter_kernels,
@@ -44,9 +52,12 @@ __all__ = [
     "Norm",
     "PackedSequences",
     "QuantizedWeight",
+    "ScanChannels",
     "SlotRows",
     "SlotWeights",
     "StackedWeight",
+    "StateSpaceHeads",
+    "StateSpaceShapes",
     "Weight",
     "adapter_kernels",
     "argmax_kernel",

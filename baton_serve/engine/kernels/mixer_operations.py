@@ -7,14 +7,32 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Norm
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerKernels, MixerShapes, PackedSequences
+from baton_serve.engine.kernels.mixers import (
+    DeltaHeads,
+    LatentRows,
+    MixerKernels,
+    MixerShapes,
+    PackedSequences,
+    ScanChannels,
+    StateSpaceHeads,
+    StateSpaceShapes,
+)
 from baton_serve.engine.kernels.operations import EPS, ROWS, Draw, ProofShapes
 from baton_serve.engine.kernels.proof import Operation
 
-MIXER_OPERATIONS = ("short convolution", "delta rule", "gated norm", "output gate", "latent rows")
+MIXER_OPERATIONS = (
+    "short convolution",
+    "delta rule",
+    "gated norm",
+    "output gate",
+    "latent rows",
+    "state space",
+    "selective scan",
+)
 """Names of the operations, in the order of `ComposedMixers`."""
 STEPS = (((1, 1, 1, 1), (4, -1, 0, 3)), ((70, 1, 3, 130), (2, 5, 0, 1)))
 """Lengths and slots of sequences: with one token each, one of them padding, and with prompts."""
+KINDS = ("one token each", "prompts")
 NUM_SLOTS = 6
 LOG_RATE = -2.0
 """Mean logarithm of the rates of decay. They are so slow that a chunk depends on the one before it."""
@@ -29,6 +47,8 @@ class ComposedMixers:
     gated_norms: MixerKernels
     output_gates: MixerKernels
     latents: MixerKernels
+    state_spaces: MixerKernels
+    selective_scans: MixerKernels
 
     def convolve(
         self,
@@ -45,6 +65,12 @@ class ComposedMixers:
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         return self.delta_rules.delta_rule(heads, states, sequences)
 
+    def state_space(self, heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return self.state_spaces.state_space(heads, states, sequences)
+
+    def selective_scan(self, channels: ScanChannels, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return self.selective_scans.selective_scan(channels, states, sequences)
+
     def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
         return self.gated_norms.gated_norm(x, gate, norm)
 
@@ -59,23 +85,24 @@ _Run = Callable[[MixerKernels], tuple[Tensor, ...]]
 
 
 def mixer_operations(shapes: ProofShapes, device: torch.device) -> list[Operation[MixerKernels]]:
-    """Return the comparisons with plain torch for the operations of linear and latent attention that a model with these
-    shapes needs.
+    """Return the comparisons with plain torch for the operations of linear attention, state spaces and latent attention
+    that a model with these shapes needs.
     """
     draw, own, tolerance = Draw(device, shapes.dtype), shapes.mixers, shapes.tolerance
     found: list[Operation[MixerKernels]] = []
     if own.num_heads:
         heads = f"{own.num_heads} heads, {own.num_key_heads} key heads of {own.key_size}"
         channels = 2 * own.num_key_heads * own.key_size + own.num_heads * own.value_size
-        for number, step in enumerate(STEPS):
-            kind = ("one token each", "prompts")[number]
+        for kind, step in zip(KINDS, STEPS, strict=True):
             sequences, count = _sequences(step, device), sum(step[0])
-            convolved = _convolution(channels, own.taps, sequences, count, draw)
+            convolved = _convolution(channels, own.taps, sequences, count, draw, has_bias=False)
             found.append(Operation("short convolution", f"{channels} channels, {kind}", convolved, tolerance))
             ruled = _delta_rule(own, sequences, count, draw)
             found.append(Operation("delta rule", f"{heads}, {kind}", ruled, 2 * tolerance))
         found.append(Operation("gated norm", heads, _gated_norm(own, draw), tolerance))
         found.append(Operation("output gate", heads, _output_gate(own, draw), tolerance))
+    for space in own.spaces:
+        found += _space_operations(space, draw, tolerance)
     if own.rank:
         # All orders of pairs, although a model has one: they are one kernel with other constants.
         for is_interleaved, keeps_order in ((True, True), (True, False), (False, False)):
@@ -91,17 +118,78 @@ def _sequences(step: tuple[tuple[int, ...], tuple[int, ...]], device: torch.devi
     return PackedSequences(starts, torch.tensor(slots, device=device), max(lengths))
 
 
-def _convolution(channels: int, taps: int, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+def _space_operations(own: StateSpaceShapes, draw: Draw, tolerance: float) -> list[Operation[MixerKernels]]:
+    """Return the comparisons for layers of a state space of these shapes."""
+    found: list[Operation[MixerKernels]] = []
+    channels = own.num_heads * max(own.head_dim, 1) + 2 * own.num_groups * own.state_size * bool(own.head_dim)
+    for kind, step in zip(KINDS, STEPS, strict=True):
+        sequences, count = _sequences(step, draw.device), sum(step[0])
+        convolved = _convolution(channels, own.taps, sequences, count, draw, has_bias=True)
+        found.append(Operation("short convolution", f"{channels} channels, {kind}", convolved, tolerance))
+        shape = f"{own.num_heads} heads of {own.head_dim}" if own.head_dim else f"{own.num_heads} channels"
+        shape = f"{shape}, states of {own.state_size}, {kind}"
+        if own.head_dim:
+            found.append(Operation("state space", shape, _state_space(own, sequences, count, draw), 2 * tolerance))
+        else:
+            scanned = _selective_scan(own, sequences, count, draw)
+            found.append(Operation("selective scan", shape, scanned, 2 * tolerance))
+    return found
+
+
+def _state_space(own: StateSpaceShapes, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    width = own.num_heads * own.head_dim + 2 * own.num_groups * own.state_size
+    heads = StateSpaceHeads(
+        xbc=draw.values(count, width),
+        step=draw.values(count, own.num_heads),
+        log_rate=draw.normal(own.num_heads) + LOG_RATE,
+        step_bias=draw.normal(own.num_heads),
+        skip=draw.normal(own.num_heads),
+        num_groups=own.num_groups,
+        state_size=own.state_size,
+        step_limits=own.step_limits,
+    )
+    states = draw.normal(NUM_SLOTS, own.num_heads, own.head_dim, own.state_size)
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        stored = states.clone()
+        return kernels.state_space(heads, stored, sequences), stored
+
+    return run
+
+
+def _selective_scan(own: StateSpaceShapes, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    channels = ScanChannels(
+        x=draw.values(count, own.num_heads),
+        gate=draw.values(count, own.num_heads),
+        step=draw.values(count, own.num_heads),
+        b=draw.values(count, own.state_size),
+        c=draw.values(count, own.state_size),
+        log_rate=draw.normal(own.num_heads, own.state_size) + LOG_RATE,
+        skip=draw.normal(own.num_heads),
+    )
+    states = draw.normal(NUM_SLOTS, own.num_heads, own.state_size)
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        stored = states.clone()
+        return kernels.selective_scan(channels, stored, sequences), stored
+
+    return run
+
+
+def _convolution(
+    channels: int, taps: int, sequences: PackedSequences, count: int, draw: Draw, *, has_bias: bool
+) -> _Run:
     x, weight, states = (
         draw.values(count, channels),
         draw.values(channels, taps),
         draw.values(NUM_SLOTS, channels, taps),
     )
+    bias = draw.values(channels) if has_bias else None
 
     def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
         # All slots are compared: those of other sequences must stay as they were.
         stored = states.clone()
-        return kernels.convolve(x, weight, None, stored, sequences, has_silu=True), stored
+        return kernels.convolve(x, weight, bias, stored, sequences, has_silu=True), stored
 
     return run
 

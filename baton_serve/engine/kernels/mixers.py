@@ -1,9 +1,11 @@
-"""The interface of the kernels of token mixers: layers of linear attention, and the projections of latent attention.
+"""The interface of the kernels of token mixers: layers of linear attention and of state spaces, and the projections of
+latent attention.
 
 The tokens of a step's sequences lie one after another. Each sequence has a row in the memory of states, its slot, in
 which kernels change its states. Kernels read slots and lengths from the device, so that captured graphs serve any.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,6 +26,23 @@ class PackedSequences:
     """int64 [num_seqs]: each sequence's row in the states. Negative: padding, which has no state."""
     max_len: int
     """Largest number of tokens of a sequence. If it is 1, each sequence has exactly one token."""
+
+    def batches(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
+        """Iterate over batches of sequences of equal length, each as (tokens of the step, slots of the states): all
+        sequences with one token together if no other is longer, or else each sequence by itself. Padding is left out.
+
+        The lengths are read on the host, so graphs cannot capture what calls it.
+        """
+        if self.max_len == 1:
+            rows = (self.slots >= 0).nonzero()[:, 0]
+            # Without padding, as in most steps, no row has to be picked.
+            if len(rows):
+                yield slice(None) if len(rows) == len(self.slots) else rows, self.slots[rows]
+            return
+        starts, slots = self.starts.tolist(), self.slots.tolist()
+        for number, slot in enumerate(slots):
+            if slot >= 0 and starts[number + 1] > starts[number]:
+                yield slice(starts[number], starts[number + 1]), self.slots[number : number + 1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +76,61 @@ class DeltaHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpaceHeads:
+    """The inputs of Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) for the tokens of a step.
+
+    Each head has one rate of decay. B and C of a group serve n = num_heads / num_groups heads: those of group i the
+    heads i * n to i * n + n - 1.
+    """
+
+    xbc: Tensor
+    """[num_tokens, num_heads * head_dim + 2 * num_groups * state_size]: the inputs, B and C side by side."""
+    step: Tensor
+    """[num_tokens, num_heads]: the time steps before their bias and softplus."""
+    log_rate: Tensor
+    """[num_heads]: the logarithm of the rate of decay, of any dtype, as are the two that follow."""
+    step_bias: Tensor
+    """[num_heads]: added to the time steps."""
+    skip: Tensor
+    """[num_heads]: the factor by which an input is added to its output (D)."""
+    num_groups: int
+    state_size: int
+    step_limits: tuple[float, float]
+    """The smallest and the largest time step of sequences with several tokens. A single token is not limited, as in
+    transformers and in the kernels of the models' authors."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.step.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return (self.xbc.shape[1] - 2 * self.num_groups * self.state_size) // self.num_heads
+
+
+@dataclass(frozen=True, slots=True)
+class ScanChannels:
+    """The inputs of Mamba-1's recurrence, the selective scan (https://arxiv.org/abs/2312.00752), for the tokens of a
+    step. Each channel has a state of its own, of `state_size` elements.
+    """
+
+    x: Tensor
+    """[num_tokens, channels]: the inputs, after their convolution."""
+    gate: Tensor
+    """[num_tokens, channels]: the outputs are multiplied by its SiLU."""
+    step: Tensor
+    """[num_tokens, channels]: the time steps before their softplus."""
+    b: Tensor
+    """[num_tokens, state_size]: what the inputs of all channels are multiplied by, on the way to the state."""
+    c: Tensor
+    """[num_tokens, state_size]: what the states of all channels are multiplied by, on the way to the output."""
+    log_rate: Tensor
+    """[channels, state_size]: the logarithms of the rates of decay, of any dtype, as is `skip`."""
+    skip: Tensor
+    """[channels]: the factor by which an input is added to its output (D)."""
+
+
+@dataclass(frozen=True, slots=True)
 class LatentRows:
     """The inputs of a layer of latent attention (MLA) for the tokens of a step, as its projections have computed
     them.
@@ -76,9 +150,22 @@ class LatentRows:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpaceShapes:
+    """The sizes of a layer of a state space: Mamba-2, or Mamba-1 if `head_dim` is 0, whose heads are channels."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    state_size: int
+    taps: int
+    """Length of the convolution before it."""
+    step_limits: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
 class MixerShapes:
-    """The sizes of a model's linear attention and latent attention (MLA), as far as kernels depend on them; 0 for what
-    the model does not have.
+    """The sizes of a model's linear attention, state spaces and latent attention (MLA), as far as kernels depend on
+    them; 0 for what the model does not have.
     """
 
     num_key_heads: int = 0
@@ -92,14 +179,16 @@ class MixerShapes:
     rotary_size: int = 0
     """Size of the part of a key that rotates."""
     num_latent_heads: int = 0
+    spaces: tuple[StateSpaceShapes, ...] = ()
+    """The different shapes of the model's state spaces."""
 
 
 NO_MIXERS = MixerShapes()
 
 
 class MixerKernels(Protocol):
-    """The interface of the kernels for linear attention, and for the parts of latent attention (MLA) besides attention
-    itself. Modules and objects can implement it.
+    """The interface of the kernels for linear attention and state spaces, and for the parts of latent attention (MLA)
+    besides attention itself. Modules and objects can implement it.
     """
 
     def convolve(
@@ -123,6 +212,18 @@ class MixerKernels(Protocol):
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         """Compute the gated delta rule for the tokens of a step, and return [num_tokens, num_heads, value_size]. The
         recurrent states of its sequences are updated in `states`, float32 [num_slots, num_heads, key_size, value_size].
+        """
+        ...
+
+    def state_space(self, heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute Mamba-2's recurrence for the tokens of a step, and return [num_tokens, num_heads, head_dim]. The
+        recurrent states of its sequences are updated in `states`, float32 [num_slots, num_heads, head_dim, state_size].
+        """
+        ...
+
+    def selective_scan(self, channels: ScanChannels, states: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute Mamba-1's recurrence for the tokens of a step, and return [num_tokens, channels], times SiLU(gate).
+        The recurrent states of its sequences are updated in `states`, float32 [num_slots, channels, state_size].
         """
         ...
 

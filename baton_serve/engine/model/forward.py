@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels, MixerKernels
+from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels, MixerKernels, PackedSequences
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
@@ -32,7 +32,7 @@ from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention,
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.rank_parts import sum_outputs
-from baton_serve.engine.model.recurrent import PackedMixers, install_steps
+from baton_serve.engine.model.recurrent import PackedMixers, install_packed, install_steps
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
 from baton_serve.engine.model.staged import StagedModule, own_layers
 from baton_serve.engine.model.weight_offload import WeightOffload
@@ -188,7 +188,7 @@ class TransformersForward:
             self._chunked(inputs, layers[0].shape[3]),
             inputs.position_ids,
             inputs.after_layer,
-            None if inputs.states is None else PackedMixers(inputs.states),
+            _mixers(inputs),
             inputs.layer_metas,
         )
 
@@ -203,6 +203,14 @@ class TransformersForward:
         own metadata.
         """
         return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
+
+
+def _mixers(inputs: StepInputs) -> PackedMixers | None:
+    """Return the object that runs layers with recurrent states in this step; None for models without them."""
+    if inputs.states is None:
+        return None
+    meta = inputs.meta
+    return PackedMixers(inputs.states, PackedSequences(meta.query_starts, inputs.states.slots, meta.max_query_len))
 
 
 def _position_ids(inputs: StepInputs) -> Tensor:
@@ -296,4 +304,6 @@ def choose_forward(
     if isinstance(kernels, CpuLayers):
         pack_modules(model.module, model.dtype, kernels.library)
         install_steps(model.module, CpuRecurrentSteps(kernels.library))
+    else:
+        install_packed(model.module, mixers)
     return TransformersForward(model, backend, adapters, collectives)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton_serve.engine.kernels.reference.state_space import scan
+
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 
@@ -52,21 +54,6 @@ def convolve(conv: nn.Conv1d, x: Tensor, layer: int, cache: SequenceStates) -> T
     return functional.conv1d(inputs, conv.weight, conv.bias, groups=x.shape[1])
 
 
-def selective_scan(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the outputs [batch, channels, length] of Mamba-1's recurrence for `x`, and the state after the last token.
-    All tensors are float32.
-
-    `x` and `dt` are [batch, channels, length], `a` [channels, state size], `b` and `c` [batch, length, state size] and
-    `state` [batch, channels, state size] (https://arxiv.org/abs/2312.00752, algorithm 2).
-    """
-    outputs = []
-    for t in range(x.shape[-1]):
-        step = dt[:, :, t, None]
-        state = torch.exp(step * a) * state + step * b[:, t, None] * x[:, :, t, None]
-        outputs.append((state @ c[:, t, :, None]).squeeze(-1))
-    return torch.stack(outputs, dim=-1), state
-
-
 def mamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: object) -> Tensor:
     """Compute a Mamba-1 layer for `hidden_states` [batch, length, hidden], and update its states in `cache`. It
     replaces transformers' forward, whose scan of several tokens ignores the earlier state.
@@ -84,7 +71,7 @@ def mamba(module: Module, hidden_states: Tensor, cache: SequenceStates, **_: obj
     a = -torch.exp(module.A_log.float())
     if state is None:
         state = x.new_zeros(len(x), *a.shape, dtype=torch.float32)
-    output, state = selective_scan(x.float(), dt, a, b.float(), c.float(), state)
+    output, state = scan(x.float(), dt, a, b.float(), c.float(), state)
     cache.update_recurrent_state(state, layer)
     output = (output + x * module.D.float()[:, None]) * functional.silu(gate.float())
     projected: Tensor = module.out_proj(output.transpose(1, 2).to(hidden_states.dtype))

@@ -45,6 +45,8 @@ class Mixer:
     """The argument for the cache."""
     step: Callable[..., Any] | None = None
     """The forward for one token of each sequence whose cache returns states in slots (`recurrent_steps.py`)."""
+    packed: Callable[..., Any] | None = None
+    """The forward for all tokens of a step at once (`state_spaces.PackedForward`); None: the step is divided."""
 
 
 class AttentionContext(Protocol):

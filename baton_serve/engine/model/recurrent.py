@@ -3,7 +3,8 @@
 A mixer keeps a state per sequence and takes sequences of equal length as a batch. A step has the tokens of several
 sequences one after another, and their states lie in batch slots. So each mixer's forward is replaced: it splits the
 tokens by sequence, runs the module's own forward with the states of these sequences, and stores the new states. All
-sequences with one token are one batch; every longer chunk of a prompt is a batch of its own.
+sequences with one token are one batch; every longer chunk of a prompt is a batch of its own. State spaces (Mamba) on
+accelerators are computed for the whole step at once instead (`state_spaces.py`).
 
 A sequence that starts has states of zeros instead of none. The modules compute the same from both: their convolutions
 pad with zeros, and their recurrences start at zero.
@@ -18,12 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kernels import MixerKernels, PackedSequences
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
 from baton_serve.engine.model.batch_inputs import StepStates
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, number_layers
 from baton_serve.engine.model.paged_attention import Mixer, StepHolder
 from baton_serve.engine.model.recurrent_steps import step_forward
+from baton_serve.engine.model.state_spaces import packed_forward
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
@@ -169,12 +172,19 @@ class PackedMixers:
     tokens lie one after another.
     """
 
-    def __init__(self, states: StepStates) -> None:
+    def __init__(self, states: StepStates, sequences: PackedSequences | None = None) -> None:
+        """`sequences` are the same sequences as `states` for layers that compute a step at once; None: none does."""
+        self._states = states
         self._views = states.views
+        self._sequences = sequences
         self._num_tokens = sum(states.lengths)
-        self._groups = _groups(states)
+        self._groups: list[_Group] = []
 
     def run(self, mixer: Mixer, arguments: dict[str, object]) -> Any:
+        if mixer.packed is not None and self._sequences is not None:
+            return mixer.packed(arguments[mixer.names[0]], self._views, self._sequences)
+        # Most models have no layer that needs the groups, or need them in each layer.
+        self._groups = self._groups or _groups(self._states)
         if len(self._groups) == 1:
             return self._run_group(mixer, arguments, self._groups[0])
         joined: Tensor | None = None
@@ -288,6 +298,14 @@ def install_steps(module: nn.Module, steps: CpuRecurrentSteps) -> None:
         mixer = getattr(part, "baton_mixer", None)
         if isinstance(mixer, Mixer):
             mixer.step = step_forward(part, steps)
+
+
+def install_packed(module: nn.Module, kernels: MixerKernels) -> None:
+    """Let layers of state spaces compute a step at once by `kernels`. Call it after `adapt_mixers`."""
+    for part in cast(Iterable[Module], module.modules()):
+        mixer = getattr(part, "baton_mixer", None)
+        if isinstance(mixer, Mixer):
+            mixer.packed = packed_forward(part, kernels)
 
 
 def _replace_forward(part: Module, mixer: Mixer) -> None:

@@ -10,12 +10,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton_serve.engine.kernels.triton import convolution, delta_chunks, delta_step, experts, latent, mixers
+from baton_serve.engine.kernels.triton import (
+    convolution,
+    delta_chunks,
+    delta_step,
+    experts,
+    latent,
+    mixers,
+    selective_scan,
+    state_space,
+)
 
 HALF, WIDE, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 TARGET = GPUTarget("cuda", 90, 32)
 DELTA = {"num_heads": 4, "group": 2, "key_size": 32, "keys": 32, "value_size": 32, "values": 32}
 CHUNKS = {**DELTA, "chunk": 64, "precision": "tf32"}
+SPACE = {"num_heads": 4, "group": 2, "head_dim": 32, "state_size": 16}
+SCAN = {"num_channels": 64, "state_size": 16, "size": 16, "seqs": 16, "chunk": 16, "tile": 32}
 LATENT = {
     "head_dim": 80,
     "value_dim": 64,
@@ -43,15 +54,17 @@ EXPERTS = {
 }
 POINTERS = {
     **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
+    **dict.fromkeys(("xbc", "skip", "b", "c"), HALF),
     **dict.fromkeys(("query", "cache", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF),
     **dict.fromkeys(
         ("states", "totals", "log_rate", "step_bias", "units", "partial", "stats", "cos", "sin", "factors"), WIDE
     ),
+    "entering": WIDE,
     **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
     "weights": WIDE,
     "slots": LONG,
 }
-FLOATS = {"scale", "softcap", "eps", "limit", "alpha"}
+FLOATS = {"scale", "softcap", "eps", "limit", "alpha", "shortest", "longest"}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *(
         (
@@ -64,6 +77,11 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (delta_step._step_kernel, DELTA),
     (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),
     (delta_chunks._pass_kernel, CHUNKS),
+    (state_space._step_kernel, {**SPACE, "keys": 16, "values": 32}),
+    (state_space._chunks_kernel, {**SPACE, "keys": 64, "values": 64, "chunk": 64, "precision": "tf32"}),
+    (selective_scan._scan_kernel, {**SCAN, "is_single": True, "has_output": True}),
+    *((selective_scan._scan_kernel, {**SCAN, "is_single": False, "has_output": last}) for last in (False, True)),
+    (selective_scan._pass_kernel, SCAN),
     (mixers._gated_norm_kernel, {"num_heads": 4, "size": 32, "dims": 32, "tile": 4}),
     (mixers._sigmoid_gate_kernel, {"width": 64, "tile": 64}),
     (

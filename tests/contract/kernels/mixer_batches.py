@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels import DeltaHeads, PackedSequences
+from baton_serve.engine.kernels import DeltaHeads, PackedSequences, ScanChannels, StateSpaceHeads
 from tests.contract.kernels.triton_batches import DEVICE
 
 NUM_SLOTS = 6
@@ -40,4 +40,36 @@ def delta_heads(
         step_bias=draw(heads),
         num_key_heads=key_heads,
         key_size=key_size,
+    )
+
+
+def state_space_heads(
+    num_tokens: int, heads: int, head_dim: int, groups: int, state_size: int, dtype: torch.dtype
+) -> StateSpaceHeads:
+    """Return inputs of Mamba-2, as columns of one product. Many time steps are beyond the limits."""
+    width = heads * head_dim + 2 * groups * state_size
+    product = draw(num_tokens, width + heads + 3, dtype=dtype)
+    return StateSpaceHeads(
+        xbc=product[:, :width],
+        step=product[:, width : width + heads],
+        log_rate=draw(heads) - 1.0,
+        step_bias=draw(heads, dtype=dtype) - 1.0,
+        skip=draw(heads, dtype=dtype),
+        num_groups=groups,
+        state_size=state_size,
+        step_limits=(0.2, 0.6),
+    )
+
+
+def scan_channels(num_tokens: int, channels: int, state_size: int, dtype: torch.dtype) -> ScanChannels:
+    """Return inputs of Mamba-1, as columns of two products."""
+    first, second = draw(num_tokens, 2 * channels, dtype=dtype), draw(num_tokens, 2 * state_size + 3, dtype=dtype)
+    return ScanChannels(
+        x=first[:, :channels],
+        gate=first[:, channels:],
+        step=draw(num_tokens, channels, dtype=dtype),
+        b=second[:, 3 : 3 + state_size],
+        c=second[:, 3 + state_size :],
+        log_rate=draw(channels, state_size) - 1.0,
+        skip=draw(channels, dtype=dtype),
     )

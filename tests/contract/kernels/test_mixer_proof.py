@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels import DeltaHeads, PackedSequences
 from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers
-from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes
+from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes, StateSpaceShapes
 from baton_serve.engine.kernels.proof import TWIN, KernelCandidate
 from baton_serve.engine.kernels.proved import KernelCandidates, ProvedKernels, prove_kernels
 from baton_serve.engine.kernels.reference import mixers as twin
@@ -27,12 +27,19 @@ SHAPES_OF_BOTH = replace(
         rank=32,
         rotary_size=16,
         num_latent_heads=4,
+        spaces=(
+            StateSpaceShapes(2, 16, 1, 16, 4, (0.001, float("inf"))),
+            StateSpaceShapes(20, 0, 0, 16, 4, (0.0, float("inf"))),
+        ),
     ),
 )
 
 
 class Perturbed:
     """The twins, but the delta rule forgets what a prompt has left in the states."""
+
+    state_space = staticmethod(twin.state_space)
+    selective_scan = staticmethod(twin.selective_scan)
 
     convolve = staticmethod(twin.convolve)
     gated_norm = staticmethod(twin.gated_norm)

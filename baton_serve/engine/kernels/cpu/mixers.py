@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kernels.metadata import Norm
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences, ScanChannels, StateSpaceHeads
 from baton_serve.engine.kernels.reference import mixers as twin
 
 
@@ -49,6 +49,12 @@ class CpuMixers:
             if output is not None:
                 return output
         return twin.delta_rule(heads, states, sequences)
+
+    def state_space(self, heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return twin.state_space(heads, states, sequences)
+
+    def selective_scan(self, channels: ScanChannels, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return twin.selective_scan(channels, states, sequences)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
         return twin.gated_norm(x, gate, norm)

@@ -1,6 +1,5 @@
 """The plain-torch twins of the kernels of token mixers: specification, fallback and test oracle."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -10,8 +9,9 @@ from torch.nn import functional
 from baton_serve.engine.kernels.metadata import Norm
 from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences
 from baton_serve.engine.kernels.reference.layers import rms_norm
+from baton_serve.engine.kernels.reference.state_space import selective_scan, state_space
 
-__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "sigmoid_gate"]
+__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "selective_scan", "sigmoid_gate", "state_space"]
 
 CHUNK_TOKENS = 64
 """Tokens of a sequence that the delta rule computes as matrix products."""
@@ -26,7 +26,7 @@ def convolve(
     """
     output = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     taps = weight.shape[1]
-    for rows, slots in _batches(sequences):
+    for rows, slots in sequences.batches():
         new = x[rows].view(len(slots), -1, x.shape[1]).transpose(1, 2)
         joined = torch.cat([states[slots].to(x.dtype), new], dim=-1)
         states[slots] = joined[..., -taps:].to(states.dtype)
@@ -55,7 +55,7 @@ def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) ->
     """
     shape = (len(heads.qkv), heads.num_heads, heads.value_size)
     output = torch.zeros(shape, dtype=heads.qkv.dtype, device=heads.qkv.device)
-    for rows, slots in _batches(sequences):
+    for rows, slots in sequences.batches():
         parts = _parts(heads, rows, len(slots))
         compute = _one_step if sequences.max_len == 1 else _in_chunks
         found, states[slots] = compute(parts, states[slots])
@@ -94,22 +94,6 @@ def _rotated(x: Tensor, rows: LatentRows) -> Tensor:
     first, second = (wide[..., ::2], wide[..., 1::2]) if rows.is_interleaved else wide.chunk(2, dim=-1)
     pair = (first * cos - second * sin, second * cos + first * sin)
     return (torch.stack(pair, dim=-1).flatten(-2) if rows.keeps_order else torch.cat(pair, dim=-1)).to(x.dtype)
-
-
-def _batches(sequences: PackedSequences) -> Iterator[tuple[Tensor | slice, Tensor]]:
-    """Iterate over batches of sequences of equal length, each as (tokens of the step, slots of the states): all
-    sequences with one token together, or each longer one by itself. Padding is left out.
-    """
-    if sequences.max_len == 1:
-        rows = (sequences.slots >= 0).nonzero()[:, 0]
-        # Without padding, as in most steps, no row has to be picked.
-        if len(rows):
-            yield slice(None) if len(rows) == len(sequences.slots) else rows, sequences.slots[rows]
-        return
-    starts, slots = sequences.starts.tolist(), sequences.slots.tolist()
-    for number, slot in enumerate(slots):
-        if slot >= 0 and starts[number + 1] > starts[number]:
-            yield slice(starts[number], starts[number + 1]), sequences.slots[number : number + 1]
 
 
 def _parts(heads: DeltaHeads, rows: Tensor | slice, num_seqs: int) -> _Parts:

@@ -1,4 +1,5 @@
-"""The kernels of token mixers in Triton: convolutions, the gated delta rule, gates, and the rows of latent attention.
+"""The kernels of token mixers in Triton: convolutions, the gated delta rule, state spaces, gates, and the rows of
+latent attention.
 
 Twins: `reference.mixers`.
 """
@@ -14,9 +15,11 @@ from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequ
 from baton_serve.engine.kernels.triton.convolution import convolve
 from baton_serve.engine.kernels.triton.delta_chunks import delta_chunks
 from baton_serve.engine.kernels.triton.delta_step import delta_step
+from baton_serve.engine.kernels.triton.selective_scan import selective_scan
+from baton_serve.engine.kernels.triton.state_space import state_space
 from baton_serve.engine.kernels.triton.tiles import padded
 
-__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "sigmoid_gate"]
+__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "selective_scan", "sigmoid_gate", "state_space"]
 
 _HEADS_PER_PROGRAM = 8
 _TILE_COLUMNS = 1024

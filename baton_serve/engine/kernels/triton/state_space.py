@@ -1,0 +1,200 @@
+"""Mamba-2's recurrence (https://arxiv.org/abs/2405.21060): prompts in chunks of tokens as matrix products, and steps of
+one token that read and write each state once.
+
+A program passes the state of a head from chunk to chunk, in registers, with the head's inputs divided over programs.
+States between chunks are never stored, which on devices with slow memory costs less than computing chunks in parallel.
+Lengths are read from the device. Twin: `reference.state_space.state_space`.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.mixers import PackedSequences, StateSpaceHeads
+from baton_serve.engine.kernels.triton.tiles import padded
+
+CHUNK_TOKENS = 64
+MIN_SIZE = 64
+"""Smallest padded size of a state, as for the delta rule (`delta_chunks.py`)."""
+CHUNK_VALUES = 64
+"""Inputs of a head that a program computes for prompts. Fewer would repeat the scores of a chunk more often."""
+CHUNK_WARPS, CHUNK_STAGES = 8, 1
+STEP_ELEMENTS = 4096
+"""Elements of a state that a program of a step of one token holds."""
+FEW_PROGRAMS = 1024
+"""Heads of a batch up to which programs hold a quarter as much, so that all processors have work."""
+
+
+def state_space(heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute Mamba-2's recurrence by Triton kernels, as `MixerKernels.state_space` specifies. `states` are updated."""
+    assert heads.xbc.stride(1) == heads.step.stride(1) == 1 and states[0].is_contiguous()
+    num_heads, head_dim, size = heads.num_heads, heads.head_dim, heads.state_size
+    dtype, num_seqs, is_single = heads.xbc.dtype, len(sequences.slots), sequences.max_len == 1
+    output = torch.empty((len(heads.xbc), num_heads, head_dim), dtype=dtype, device=heads.xbc.device)
+    pointers = (output, heads.xbc, heads.step, heads.log_rate, heads.step_bias, heads.skip, states)
+    strides = (heads.xbc.stride(0), heads.step.stride(0), states.stride(0))
+    constants = {
+        "num_heads": num_heads,
+        "group": num_heads // heads.num_groups,
+        "head_dim": head_dim,
+        "state_size": size,
+    }
+    if is_single:
+        keys = padded(size)
+        room = STEP_ELEMENTS // 4 if num_seqs * num_heads <= FEW_PROGRAMS else STEP_ELEMENTS
+        values = min(padded(head_dim), max(1, room // keys))
+        _step_kernel[(triton.cdiv(head_dim, values), num_heads, num_seqs)](
+            *pointers, sequences.slots, *strides, keys=keys, values=values, num_warps=4, **constants
+        )
+        return output
+    keys = max(MIN_SIZE, padded(size))
+    _chunks_kernel[(triton.cdiv(head_dim, CHUNK_VALUES), num_heads, num_seqs)](
+        *pointers,
+        sequences.starts,
+        sequences.slots,
+        *heads.step_limits,
+        *strides,
+        keys=keys,
+        values=CHUNK_VALUES,
+        chunk=CHUNK_TOKENS,
+        precision="ieee" if dtype == torch.float32 else "tf32",
+        num_warps=CHUNK_WARPS,
+        num_stages=CHUNK_STAGES,
+        **constants,
+    )
+    return output
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + exp(x)), exact for the small time steps of slow heads too."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    # The sum 1 + exp(x) has lost the digits of a small exp(x): there, the series of the logarithm is exact.
+    series = grown * (1.0 - grown * (0.5 - grown * (1.0 / 3.0)))
+    return tl.where(x > 20.0, x, tl.where(grown < 0.01, series, tl.log(1.0 + grown)))
+
+
+@triton.jit
+def _step_kernel(  # noqa: PLR0913
+    output,
+    xbc,
+    step,
+    log_rate,
+    step_bias,
+    skip,
+    states,
+    slots,
+    xbc_stride,
+    step_stride,
+    state_stride,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    state_size: tl.constexpr,
+    keys: tl.constexpr,
+    values: tl.constexpr,
+):
+    seq, head = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    dim, column = tl.program_id(0) * values + tl.arange(0, values), tl.arange(0, keys)
+    in_head, in_state = dim < head_dim, column < state_size
+    slot = tl.load(slots + seq)
+    dtype: tl.constexpr = output.dtype.element_ty
+    at_output = output + (seq * num_heads + head) * head_dim + dim
+    if slot >= 0:
+        width: tl.constexpr = num_heads * head_dim
+        row = xbc + seq * xbc_stride
+        x = tl.load(row + head * head_dim + dim, in_head, other=0.0).to(tl.float32)
+        at_b = row + width + head // group * state_size + column
+        b = tl.load(at_b, in_state, other=0.0).to(tl.float32)
+        c = tl.load(at_b + num_heads // group * state_size, in_state, other=0.0).to(tl.float32)
+        bias = tl.load(step_bias + head).to(tl.float32)
+        size = softplus(tl.load(step + seq * step_stride + head).to(tl.float32) + bias)
+        decay = tl.exp(-tl.exp(tl.load(log_rate + head).to(tl.float32)) * size)
+        at = states + slot * state_stride + head * (head_dim * state_size) + dim[:, None] * state_size + column[None, :]
+        mask = in_head[:, None] & in_state[None, :]
+        state = tl.load(at, mask, other=0.0) * decay + (x * size)[:, None] * b[None, :]
+        tl.store(at, state, mask)
+        result = tl.sum(state * c[None, :], 1) + x * tl.load(skip + head).to(tl.float32)
+        tl.store(at_output, result.to(dtype), in_head)
+    else:  # padding: later layers must not read what was in this memory
+        tl.store(at_output, tl.zeros([values], dtype), in_head)
+
+
+@triton.jit
+def _chunks_kernel(  # noqa: PLR0913, PLR0915
+    output,
+    xbc,
+    step,
+    log_rate,
+    step_bias,
+    skip,
+    states,
+    starts,
+    slots,
+    shortest,
+    longest,
+    xbc_stride,
+    step_stride,
+    state_stride,
+    num_heads: tl.constexpr,
+    group: tl.constexpr,
+    head_dim: tl.constexpr,
+    state_size: tl.constexpr,
+    keys: tl.constexpr,
+    values: tl.constexpr,
+    chunk: tl.constexpr,
+    precision: tl.constexpr,
+):
+    seq, head = tl.program_id(2), tl.program_id(1)
+    slot = tl.load(slots + seq)
+    start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    if (slot >= 0) & (end > start):
+        dim, column = tl.program_id(0) * values + tl.arange(0, values), tl.arange(0, keys)
+        place = tl.arange(0, chunk)
+        in_head, in_size = dim < head_dim, column < state_size
+        dtype: tl.constexpr = output.dtype.element_ty
+        width: tl.constexpr = num_heads * head_dim
+        # The state is transposed here: [state size, inputs], as the products of a chunk need it.
+        at_state = states + slot * state_stride + head * (head_dim * state_size)
+        at_state += column[:, None] + dim[None, :] * state_size
+        in_state = in_size[:, None] & in_head[None, :]
+        state = tl.load(at_state, in_state, other=0.0)
+        rate = -tl.exp(tl.load(log_rate + head).to(tl.float32))
+        bias, factor = tl.load(step_bias + head).to(tl.float32), tl.load(skip + head).to(tl.float32)
+        # Offsets within a chunk are narrow: wide ones for whole tiles would fill the registers.
+        in_x = place[:, None] * xbc_stride + dim[None, :]
+        in_b = place[:, None] * xbc_stride + column[None, :]
+        in_output = place[:, None] * width + dim[None, :]
+        for first in range(start, end, chunk):
+            live = first + place < end
+            row = start.to(tl.int64) + (first - start)
+            at_step = step + row * step_stride + head + place * step_stride
+            size = softplus(tl.load(at_step, live, other=0.0).to(tl.float32) + bias)
+            if end - start > 1:
+                size = tl.minimum(tl.maximum(size, shortest), longest)
+            # Rows behind the end decay nothing and add nothing.
+            size = tl.where(live, size, 0.0)
+            total = tl.cumsum(size * rate, 0)
+            final = tl.sum(size * rate, 0)
+            rows, inputs = live[:, None] & in_size[None, :], live[:, None] & in_head[None, :]
+            at_b = xbc + row * xbc_stride + width + head // group * state_size
+            b = tl.load(at_b + in_b, rows, other=0.0)
+            c = tl.load(at_b + num_heads // group * state_size + in_b, rows, other=0.0)
+            x = tl.load(xbc + row * xbc_stride + head * head_dim + in_x, inputs, other=0.0)
+            below = place[:, None] >= place[None, :]
+            # Above the diagonal the exponent is positive and might overflow.
+            between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+            scores = tl.dot(c, tl.trans(b), input_precision=precision)
+            # Matrix units read the model's dtype; sums, decays and the state stay float32.
+            scores = tl.where(below, scores * between * size[None, :], 0.0).to(dtype)
+            result = tl.dot(c, state.to(dtype), input_precision=precision) * tl.exp(total)[:, None]
+            result = tl.dot(scores, x, result, input_precision=precision)
+            wide = x.to(tl.float32)
+            at_output = output + row * width + head * head_dim
+            tl.store(at_output + in_output, (result + wide * factor).to(dtype), inputs)
+            # A token's input decays until the end of the chunk.
+            update = (wide * (size * tl.exp(final - total))[:, None]).to(dtype)
+            state = tl.dot(tl.trans(b), update, state * tl.exp(final), input_precision=precision)
+        tl.store(at_state, state, in_state)
