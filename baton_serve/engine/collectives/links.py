@@ -6,6 +6,7 @@ first stage would wait for a send of the last one, and both forever.
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +43,7 @@ class StageLinks:
         """
         self._forward, self._back, self._peers, self._like = forward, back, peers, like
         self._is_first = is_first
+        self._is_batched = _has_batches(forward, like.device)
         self._running: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
@@ -53,7 +55,7 @@ class StageLinks:
             group, peer = self._back, self._peers.first
         hidden = hidden.contiguous()
         # The library reads the tensor later, so it must stay alive until then.
-        self._running.append((group.send([hidden], peer, 0), hidden))
+        self._running.append((self._started(group, lambda: group.send([hidden], peer, 0)), hidden))
         while len(self._running) > MAX_RUNNING_SENDS:
             work, _ = self._running.popleft()
             work.wait()
@@ -70,6 +72,16 @@ class StageLinks:
         """
         assert self._is_first
         return self._received(self._back, num_rows, self._peers.last)
+
+    def received_rows(self, max_rows: int) -> Tensor | None:
+        """Return new memory for `max_rows` rows of activations of the stage before, [max_rows, hidden], all rows
+        different; None on the first stage.
+        """
+        if self._peers.before is None:
+            return None
+        # Not zeros, from which layers compute zeros: a proof of graphs reads this memory before anything is received.
+        numbers = torch.linspace(-1.0, 1.0, max_rows * self._like.shape[1], device=self._like.device)
+        return numbers.to(self._like.dtype).view(max_rows, -1)
 
     def waiting_bytes(self, num_rows: int) -> int:
         """Return the most memory in bytes that activations of `num_rows` rows take while they are sent, and while the
@@ -89,5 +101,25 @@ class StageLinks:
     def _received(self, group: Any, num_rows: int, peer: int) -> Tensor:
         hidden = torch.empty((num_rows, self._like.shape[1]), dtype=self._like.dtype, device=self._like.device)
         # With nccl, `wait` holds up the device's stream only, and the host goes on.
-        group.recv([hidden], peer, 0).wait()
+        self._started(group, lambda: group.recv([hidden], peer, 0)).wait()
         return hidden
+
+    def _started(self, group: Any, start: Callable[[], Any]) -> Any:
+        """Call `start`, which starts a send or a receive of `group`, and return its work, for which one can wait."""
+        if not self._is_batched:
+            return start()
+        # A batch of one, as `torch.distributed.batch_isend_irecv` makes it in more calls: nccl warns of others, because
+        # it runs the operations of a group in order, as they must run here.
+        group._start_coalescing(self._like.device)
+        try:
+            start()
+        finally:
+            work = group._end_coalescing(self._like.device)
+        return work
+
+
+def _has_batches(group: Any, device: torch.device) -> bool:
+    """Return whether the library of a process group supports batches of operations on `device`."""
+    # A gloo group of `World` is the library's own object, which has none.
+    backend = group._get_backend(device) if hasattr(group, "_get_backend") else None
+    return bool(getattr(backend, "supports_coalescing", False))
