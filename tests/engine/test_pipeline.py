@@ -1,15 +1,19 @@
 """Stages of a pipeline, each with some of the layers, give the tokens of transformers.generate."""
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine import Engine, EngineConfig
+from baton_serve.engine import Engine, EngineConfig, device
+from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from tests.engine.conftest import References
+from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threaded_ranks")]
@@ -87,8 +91,12 @@ def test_preempted_sequences_of_stages_are_computed_again(references: References
         assert two.stats().preemptions
 
 
-def test_sampling_logprobs_and_several_sequences(references: References) -> None:
+@pytest.mark.parametrize("fixture", ["references", "captured"], ids=["eager", "graphs"])
+def test_sampling_logprobs_and_several_sequences(
+    references: References, request: pytest.FixtureRequest, fixture: str
+) -> None:
     """The head and the sampler are on the first stage, whatever a request asks for."""
+    request.getfixturevalue(fixture)
     reference = references("llama")
     found = []
     for size in (1, 2):
@@ -124,6 +132,52 @@ def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(refer
         run(engine)
         assert len(engine.pin(RequestId("pull"), names)) == len(names)
         engine.unpin(RequestId("pull"))
+
+
+@pytest.mark.parametrize(("stages", "size"), [(2, 1), (3, 1), (2, 2)])
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_decode_steps_of_all_stages_are_replayed(
+    family: str, stages: int, size: int, references: References, captured: FakeCapture
+) -> None:
+    reference = references(family)
+    settings = {"pipeline_parallel_size": stages, "tensor_parallel_size": size, "max_num_seqs": 8}
+    with make_engine(reference.folder, max_num_batched_tokens=24, **settings) as engine:
+        # For batches of 8, 4, 2 and 1 sequences; none for prompts.
+        assert len(captured.graphs) == 4 * stages * size
+        assert not engine._executor.wrong_graphs
+        before = sum(graph.replays for graph in captured.graphs)
+        assert ask(engine, reference.prompts) == reference.answers
+        assert sum(graph.replays for graph in captured.graphs) - before > 10 * stages * size
+
+
+@pytest.mark.parametrize("broken", ["cannot be captured", "computes nothing"])
+def test_if_graphs_of_one_stage_fail_none_are_used(
+    broken: str, references: References, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the first stage or the last one, whichever captures later."""
+    reference, threads = references("llama"), list[int]()
+
+    def capture(call: Callable[[], None]) -> FakeGraph:
+        threads.append(threading.get_ident())
+        if threads[-1] == threads[0]:
+            return captured(call)
+        if broken == "cannot be captured":
+            raise RuntimeError("no graphs today")
+        return FakeGraph(lambda: None)
+
+    monkeypatch.setattr(device, "Capturing", lambda _: capture)
+    with make_engine(reference.folder, pipeline_parallel_size=2, max_num_seqs=8) as engine:
+        assert len(set(threads)) == 2
+        assert not engine._executor.has_graphs
+        before = [graph.replays for graph in captured.graphs]
+        assert ask(engine, reference.prompts) == reference.answers
+        assert [graph.replays for graph in captured.graphs] == before
+
+
+def test_stages_of_transformers_layers_are_not_captured(references: References, captured: FakeCapture) -> None:
+    reference = references("gpt2")
+    with make_engine(reference.folder, pipeline_parallel_size=2) as engine:
+        assert not captured.graphs and not engine._executor.has_graphs
 
 
 def test_cancelled_while_steps_are_in_the_stages(references: References) -> None:
@@ -182,3 +236,46 @@ def test_stages_know_their_layers() -> None:
 
 def test_settings_name_the_ranks() -> None:
     assert EngineConfig(model="m", tensor_parallel_size=2, pipeline_parallel_size=3).num_ranks == 6
+
+
+class RecordedGroup:
+    """Stands in for a process group of a device: it records the calls."""
+
+    supports_coalescing = True
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def _get_backend(self, _: torch.device) -> "RecordedGroup":
+        return self
+
+    def _start_coalescing(self, _: torch.device) -> None:
+        self.calls.append("begin")
+
+    def _end_coalescing(self, _: torch.device) -> "RecordedGroup":
+        self.calls.append("end")
+        return self
+
+    def send(self, tensors: list[torch.Tensor], peer: int, _: int) -> None:
+        self.calls.append(f"send {tuple(tensors[0].shape)} to {peer}")
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, _: int) -> None:
+        self.calls.append(f"receive {tuple(tensors[0].shape)} from {peer}")
+
+    def wait(self) -> None:
+        self.calls.append("wait")
+
+
+def test_each_send_and_receive_of_a_device_is_a_batch() -> None:
+    """Libraries warn of others."""
+    forward, back = RecordedGroup(), RecordedGroup()
+    links = StageLinks(forward, back, Peers(0, None, 0, 1), torch.empty(0, 8), is_first=False)
+    received = links.receive(3)
+    assert received is not None
+    links.send(received[:2])
+    assert forward.calls == ["begin", "receive (3, 8) from 0", "end", "wait"]
+    assert back.calls == ["begin", "send (2, 8) to 0", "end"]
+    for _ in range(2):
+        links.send(received)
+    # The third one waits for the first, whose memory is free then.
+    assert back.calls.count("wait") == 1

@@ -6,9 +6,10 @@ step sampled. Rows beyond the batch are padding, with context 0 and slot -1. Eac
 each row. If the model has slots for LoRA adapters, each batch size has a second graph for batches with adapters in any
 mixture: the slot of each row is an input too. A caller that samples differently reads the logits and calls
 `set_sampled_tokens`. With several ranks each keeps its columns of the logits, and they are gathered only for callers
-that read them.
+that read them. A stage of a pipeline captures its layers, with activations in the place of logits.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,6 +32,7 @@ from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
 from baton_serve.engine.model.position_rows import first_shifts
+from baton_serve.engine.model.staged import CapturedStage
 
 LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS, ADAPTERS = range(8)
 """Rows of the input array.
@@ -55,8 +57,11 @@ CaptureGraph = Callable[[Callable[[], None]], Graph]
 class DecodeResult:
     """The result of a decode step, in device memory: the greedy token of each sequence. The next step overwrites it."""
 
-    greedy: Tensor  # int64 [batch]; of a row with NaN vocab_size
+    greedy: Tensor | None
+    """int64 [batch]; of a row with NaN vocab_size. None with a pipeline."""
     vocab_size: int
+    computed: Tensor | None = None
+    """What `Executor.collect` turns into logits after the last stage of a pipeline has computed the step; else None."""
 
 
 def batch_size_buckets(max_num_seqs: int) -> list[int]:
@@ -170,14 +175,16 @@ class DecodeGraphs:
     ) -> None:
         device = layers[0].device
         self._forward = forward
+        self._has_logits = not isinstance(forward, CapturedStage)
         self._layers = layers
         self._states = states or {}
         self._tables = DeviceTables(limits, device)
         self._limits = limits
         self._width = limits.max_num_seqs + 1  # one column more than slots, for padding
-        # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
+        # Several, because the device may still be copying the inputs of steps in flight while the host fills the next
+        # ones. With a pipeline there are as many such steps as stages.
         shape = (ADAPTERS + NUM_ROW_ARRAYS, self._width)
-        self._staging = [devices.staging(device, shape, torch.int64) for _ in range(2)]
+        self._staging = deque(devices.staging(device, shape, torch.int64) for _ in range(limits.num_stages + 1))
         self._inputs = torch.zeros_like(self._staging[0], device=device)
         self.last_tokens = self._inputs[LAST]
         self._sources = SourceTables(limits, device) if limits.source_tokens else None
@@ -297,7 +304,7 @@ class DecodeGraphs:
         """Launch a decode step by the captured graph of the next larger batch size, without waiting for the device.
         Return where its result will be.
         """
-        self._staging.reverse()
+        self._staging.rotate()
         host = self._staging[0].numpy()
         count = arrays.inputs.shape[1]
         bucket = self._bucket_of[count]
@@ -380,10 +387,13 @@ class DecodeGraphs:
             self._parts.largest(logits, greedy)
         else:
             logits = self._forward(step, self._layers)
-            self._argmax(logits, greedy)
+            if self._has_logits:
+                self._argmax(logits, greedy)
         if self._logits is None:
             self._logits = logits.new_empty((self._limits.max_num_seqs, logits.shape[1]))
         self._logits[:size] = logits
+        if not self._has_logits:  # a stage of a pipeline, whose activations these are
+            return
         # A row with NaN gets the token vocab_size. The next step may read it before the host finds the row broken, so
         # keep it inside the embedding table.
         self.last_tokens.index_copy_(0, inputs[TABLE_ROWS], greedy.clamp(max=self._vocab_size(logits) - 1))

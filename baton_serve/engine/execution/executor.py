@@ -26,6 +26,7 @@ from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import sorted_rows
+from baton_serve.engine.model.staged import CapturedStage, StagedForward
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +130,8 @@ class LocalExecutor:
         self._limits = limits
         self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
         self.wrong_graphs: list[KernelVerdict] = []
-        self._graphs = DecodeGraphs(forward, self._layers, limits, argmax, self._states)
+        self._stage = CapturedStage(forward, limits.max_num_seqs) if isinstance(forward, StagedForward) else None
+        self._graphs = DecodeGraphs(self._stage or forward, self._layers, limits, argmax, self._states)
         self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens)
 
     @property
@@ -169,7 +171,13 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        return self._graphs.replay(arrays)
+        if self._stage is None:
+            return self._graphs.replay(arrays)
+        count = arrays.inputs.shape[1]
+        self._stage.receive(count)
+        result = self._graphs.replay(arrays)
+        self._stage.send(self._graphs.logits(count))
+        return replace(result, greedy=None)
 
     @torch.inference_mode()
     def logits(self, count: int) -> Tensor:
@@ -187,6 +195,8 @@ class LocalExecutor:
         self._graphs.last_tokens.index_copy_(0, where, tokens)
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
+        if not self._forward.is_capturable:  # a stage of a pipeline, unlike others of it
+            return
         capture = capturing()
         try:
             self._graphs.capture(capture)
@@ -198,8 +208,9 @@ class LocalExecutor:
         except RuntimeError as error:
             logger.warning("cannot capture graphs for LoRA adapters, steps with one will be slower: %s", error)
         try:
-            # The host divides the prompts of models with recurrent states by their lengths.
-            if not self._states:
+            # The host divides the prompts of models with recurrent states by their lengths. Of pipelines only decode
+            # steps are captured.
+            if not self._states and self._stage is None:
                 self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)

@@ -34,8 +34,8 @@ class LaunchedForward:
     """A step whose logits the device is computing; no token was sampled yet.
 
     `computed` is what the executor's `collect` turns into logits. `greedy`, int64 [batch], are the tokens with the
-    largest logits if a captured graph computes the step; then `computed` is None, and `Executor.logits` returns the
-    logits.
+    largest logits if a captured graph computes the whole step; then `computed` is None, and `Executor.logits` returns
+    the logits.
 
     `constraints`, such as grammar masks, are being built meanwhile by another thread; None: they are not begun, or not
     needed.
@@ -139,7 +139,7 @@ class ModelRunner:
             and fits_decode_graph(plan, with_adapters=with_adapters)
         ):
             result = self._executor.replay(build_inputs(plan, self._tables, self._limits))
-            return LaunchedForward(plan, None, result.greedy, None, constraints, result.vocab_size)
+            return LaunchedForward(plan, result.computed, result.greedy, None, constraints, result.vocab_size)
         inputs = self._inputs.build_inputs(plan, images, sources)
         computed = self._executor.compute(inputs.arrays, after_layer)
         return LaunchedForward(plan, computed, None, inputs, constraints, computed.shape[1])
@@ -150,8 +150,10 @@ class ModelRunner:
         plan, inputs = started.plan, started.inputs
         sampled = ModelRunnerOutput([])
         logits: Tensor | None = None
-        if started.computed is not None and inputs is not None:
-            logits = self._executor.collect(started.computed, inputs.num_logits)
+        if started.computed is not None:
+            # A captured decode step computes the logits of each row.
+            num_logits = len(plan.rows) if inputs is None else inputs.num_logits
+            logits = self._executor.collect(started.computed, num_logits)
         if logits is None and started.greedy is None:
             return SampledTokens(None, sampled)
         # No row is sampled, but the step is waited for all the same: a prompt that arrives meanwhile may then be
@@ -198,12 +200,13 @@ class ModelRunner:
 
     def _rows(self, started: LaunchedForward, logits: Tensor | None) -> Tensor:
         """Return the logits of the rows that are sampled, in the order of `plan.rows`. `logits` is None for a replayed
-        decode graph, whose logits the executor returns.
+        decode graph whose logits the executor returns.
         """
-        inputs = started.inputs
-        if logits is None or inputs is None:
+        if logits is None:
             return self._executor.logits(len(started.plan.rows))
-        return logits if len(inputs.sample_at) == len(logits) else logits[inputs.sample_at]
+        if started.inputs is None or len(started.inputs.sample_at) == len(logits):
+            return logits
+        return logits[started.inputs.sample_at]
 
     def _keep(self, plan: ScheduledBatch, tokens: Tensor, started: LaunchedForward) -> None:
         """Store the sampled tokens on the device, by batch slot (row of a running sequence), for a next step that

@@ -142,6 +142,9 @@ def own_layers(layers: Sequence[nn.Module]) -> list[Any]:
 class StagePart(Protocol):
     """Computes the layers of one pipeline stage, without communication with other stages."""
 
+    is_capturable: bool
+    """True if the work depends on shapes only, so that it can be captured in a graph."""
+
     def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
         """Compute the layers of this stage. Return the activations for the next stage, [num_tokens, hidden], or from
         the last stage the input of the head, [num_logits, hidden]. `received` is what the stage before has returned;
@@ -161,27 +164,62 @@ class StagedForward:
     Its result is not logits; the first stage computes them by `finish`.
     """
 
-    is_capturable = False
     parts = None
     adapter_slots = None
 
     def __init__(self, part: StagePart, links: StageLinks) -> None:
-        self._part, self._links = part, links
+        self.part, self.links = part, links
+        self.is_capturable = part.is_capturable
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
         """Receive the step's activations from the stage before, compute this stage's layers, and send the result to the
         next stage. Return the result too.
         """
-        received = self._links.receive(len(inputs.input_ids))
-        hidden = self._part.run_stage(inputs, layers, received)
-        self._links.send(hidden)
+        received = self.links.receive(len(inputs.input_ids))
+        hidden = self.part.run_stage(inputs, layers, received)
+        self.links.send(hidden)
         return hidden
 
     def finish(self, num_rows: int) -> Tensor:
         """Wait for the last stage's rows of the oldest step whose logits are not computed yet, and return its logits
         [num_rows, vocab_size]. It is for ranks of the first stage.
         """
-        return self._part.finish(self._links.receive_result(num_rows))
+        return self.part.finish(self.links.receive_result(num_rows))
+
+
+class CapturedStage:
+    """Implements `Forward` for the layers of one pipeline stage between a receive and a send, so that `DecodeGraphs`
+    can capture them. Its result is not logits but what the stage sends. `receive` and `send` stay outside of graphs.
+    """
+
+    parts = None
+    adapter_slots = None
+
+    def __init__(self, staged: StagedForward, max_rows: int) -> None:
+        """Allocate the memory from which graphs read at most `max_rows` rows of activations of the stage before."""
+        self._part, self._links = staged.part, staged.links
+        self.is_capturable = staged.is_capturable
+        self._received = self._links.received_rows(max_rows)
+
+    def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        """Compute this stage's layers, and return the activations for the next stage, [num_tokens, hidden]."""
+        # The layers change their input, but a graph may be compared with the same work on the same input.
+        received = None if self._received is None else self._received[: len(inputs.input_ids)].clone()
+        return self._part.run_stage(inputs, layers, received)
+
+    def receive(self, num_rows: int) -> None:
+        """Receive `num_rows` rows of activations from the stage before, for the graph that is replayed next. Do nothing
+        on the first stage.
+        """
+        received = self._links.receive(num_rows)
+        if received is not None:
+            assert self._received is not None
+            self._received[:num_rows] = received
+
+    def send(self, hidden: Tensor) -> None:
+        """Send the activations [rows, hidden] that a graph has computed to the next stage, or the first."""
+        # A copy, since the next replay may begin before they have been sent.
+        self._links.send(hidden.clone())
 
 
 class StagedModule:

@@ -6,6 +6,7 @@ this one. So the instance must end; with a single rank only the requests of the 
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -95,11 +96,8 @@ class TPExecutor:
             self._own.store_last_tokens(tokens, slots)
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
-        def capture_here() -> bool:
-            self._own.capture_graphs(capturing)
-            return self._own.has_graphs
-
-        self._ranks.capture(capture_here)
+        if len(set(self._ranks.capture(_capturing_here(self._own, capturing)))) > 1:
+            raise EngineError("only some ranks could capture graphs; start with --enforce-eager")
 
     def close(self) -> None:
         """Free the captured graphs of rank 0. Those of the other ranks end with their processes."""
@@ -113,14 +111,17 @@ class PipelineExecutor:
     are in flight, each in another stage.
     """
 
-    has_graphs = False
     has_adapter_graphs = False
-    wrong_graphs: Sequence[KernelVerdict] = ()
 
     def __init__(self, own: LocalExecutor, forward: StagedForward, ranks: Ranks, vocab_size: int) -> None:
         self._own, self._forward, self._ranks = own, forward, ranks
+        self.has_graphs = False
         # Stands for logits that are computed later, which `compute` cannot return.
         self._not_yet = torch.empty((0, vocab_size))
+
+    @property
+    def wrong_graphs(self) -> Sequence[KernelVerdict]:
+        return self._own.wrong_graphs
 
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         # The command goes out before this stage computes, so that the other stages prepare the step meanwhile.
@@ -136,10 +137,13 @@ class PipelineExecutor:
             return self._forward.finish(num_rows)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        raise AssertionError("has_graphs is False")
+        self._ranks.send_command(replay_command(arrays))
+        with _run_on_all_ranks():
+            result = self._own.replay(arrays)
+        return replace(result, vocab_size=self._not_yet.shape[1], computed=self._not_yet)
 
     def logits(self, count: int) -> Tensor:
-        raise AssertionError("has_graphs is False")
+        raise AssertionError("`collect` returns the logits")
 
     def set_sampled_tokens(self, tokens: Tensor) -> None:
         """Do nothing: with a pipeline, a sequence's next step starts only after the host knows its tokens."""
@@ -148,7 +152,8 @@ class PipelineExecutor:
         """Do nothing: with a pipeline, a sequence's next step starts only after the host knows its tokens."""
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
-        raise AssertionError("a stage is not capturable")
+        """Capture graphs for decode steps in all stages. If a stage cannot, all compute without graphs."""
+        self.has_graphs = all(self._ranks.capture(_capturing_here(self._own, capturing)))
 
     def close(self) -> None:
         self._own.close()
@@ -209,6 +214,16 @@ class TPBlockCopier:
     def forget_host(self, blocks: Iterable[int]) -> None:
         # The ranks map the same memory, so rank 0 alone frees it for all.
         self._own.forget_host(blocks)
+
+
+def _capturing_here(own: LocalExecutor, capturing: Callable[[], CaptureGraph]) -> Callable[[], bool]:
+    """Return a function that captures rank 0's graphs and returns whether it has succeeded."""
+
+    def capture_here() -> bool:
+        own.capture_graphs(capturing)
+        return own.has_graphs
+
+    return capture_here
 
 
 @contextmanager
