@@ -61,7 +61,7 @@ class DecodeResult:
     """int64 [batch]; of a row with NaN vocab_size. None with a pipeline."""
     vocab_size: int
     computed: Tensor | None = None
-    """What `Executor.collect` turns into logits after the last stage of a pipeline has computed the step; else None."""
+    """The argument for `Executor.collect`, which returns the logits of a pipeline later; None without one."""
 
 
 def batch_size_buckets(max_num_seqs: int) -> list[int]:
