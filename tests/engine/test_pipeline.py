@@ -13,6 +13,7 @@ from baton_serve.engine import Engine, EngineConfig, device
 from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+from baton_serve.engine.model.staged import StagedForward
 from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 
@@ -117,6 +118,23 @@ def test_every_stage_has_a_step_while_prompts_have_chunks(references: References
         chunks = [(chunk.start, chunk.length) for step in engine._steps._in_stages for chunk in step.plan.chunks]
         assert chunks == [(16, 16), (32, 16)]
         assert run(engine)["long", 0] == reference.answers[3]
+
+
+def test_the_head_is_computed_only_for_steps_that_sample(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, counts = references("llama"), list[int]()
+    plain = StagedForward.finish
+
+    def finish(self: StagedForward, num_rows: int) -> torch.Tensor:
+        counts.append(num_rows)
+        return plain(self, num_rows)
+
+    with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
+        monkeypatch.setattr(StagedForward, "finish", finish)
+        # Its prompt of 100 tokens has 7 chunks, and only the last one is sampled.
+        assert ask(engine, [reference.prompts[3]]) == [reference.answers[3]]
+    assert counts == [1] * len(reference.answers[3])
 
 
 def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(references: References) -> None:

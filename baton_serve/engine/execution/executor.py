@@ -72,6 +72,12 @@ class Executor(Protocol):
         """
         ...
 
+    def discard(self, num_rows: int) -> None:
+        """Finish a step that `compute` has started and of which no logits are needed, in the place of `collect`. With a
+        pipeline this saves the product with the output head.
+        """
+        ...
+
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         """Compute a decode step by the captured graph for its batch size. Call it only if `has_graphs`."""
         ...
@@ -155,6 +161,9 @@ class LocalExecutor:
 
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:
         return computed
+
+    def discard(self, num_rows: int) -> None:
+        """Do nothing: `compute` has computed the logits already."""
 
     def _slot_rows(self, arrays: StepArrays) -> SlotRows | None:
         """Return the adapter slot of each token of a step, for kernels that add all LoRA adapters at once. Return None

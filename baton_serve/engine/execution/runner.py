@@ -153,8 +153,11 @@ class ModelRunner:
         if started.computed is not None:
             # A captured decode step computes the logits of each row.
             num_logits = len(plan.rows) if inputs is None else inputs.num_logits
-            logits = self._executor.collect(started.computed, num_logits)
-        if logits is None and started.greedy is None:
+            if plan.rows or (inputs is not None and inputs.prompt_at):
+                logits = self._executor.collect(started.computed, num_logits)
+            else:
+                self._executor.discard(num_logits)
+        elif started.greedy is None:
             return SampledTokens(None, sampled)
         # No row is sampled, but the step is waited for all the same: a prompt that arrives meanwhile may then be
         # scheduled before the next chunk of this one.

@@ -186,6 +186,10 @@ class StagedForward:
         """
         return self.part.finish(self.links.receive_result(num_rows))
 
+    def discard(self, num_rows: int) -> None:
+        """Receive the last stage's rows of a step, as `finish` does, without computing logits."""
+        self.links.receive_result(num_rows)
+
 
 class CapturedStage:
     """Implements `Forward` for the layers of one pipeline stage between a receive and a send, so that `DecodeGraphs`

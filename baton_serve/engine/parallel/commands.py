@@ -110,11 +110,12 @@ class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FinishStep(msgspec.Struct, frozen=True, tag=True):
-    """Command to ranks of the first pipeline stage: compute the logits of the oldest step whose logits are not computed
-    yet. `count` is their number of rows.
+    """Command to ranks of the first pipeline stage: compute the logits of the oldest step that is not finished yet.
+    `count` is their number of rows. Without `has_logits` they are not needed, and the rows are only received.
     """
 
     count: int
+    has_logits: bool = True
 
 
 class Replay(msgspec.Struct, frozen=True, tag=True):

@@ -71,6 +71,9 @@ class TPExecutor:
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:
         return computed
 
+    def discard(self, num_rows: int) -> None:
+        """Do nothing: `compute` has computed the logits already."""
+
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.send_command(replay_command(arrays))
         with _run_on_all_ranks():
@@ -135,6 +138,12 @@ class PipelineExecutor:
         self._ranks.send_command(FinishStep(num_rows), to_first_stage=True)
         with _run_on_all_ranks():
             return self._forward.finish(num_rows)
+
+    @torch.inference_mode()
+    def discard(self, num_rows: int) -> None:
+        self._ranks.send_command(FinishStep(num_rows, has_logits=False), to_first_stage=True)
+        with _run_on_all_ranks():
+            self._forward.discard(num_rows)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.send_command(replay_command(arrays))

@@ -198,7 +198,10 @@ class TPWorker:
         """
         forward = self._setup.forward
         assert isinstance(forward, StagedForward)
-        forward.finish(command.count)
+        if command.has_logits:
+            forward.finish(command.count)
+        else:
+            forward.discard(command.count)
 
     def _build(self, command: BuildCache) -> None:
         """Create this rank's KV cache, on rank 0's host in memory that all ranks there share, and the executor that
