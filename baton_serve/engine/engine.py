@@ -124,7 +124,7 @@ class Engine:
         self.kv = maker.make(num_blocks := usable + 1)  # block 0 is for padding
         states = maker.make_states(self.kv)
         self._host = maker.make_host_tier(self.kv)
-        own = LocalExecutor(setup.forward, self.kv, self.limits, states.views, setup.kernels.argmax)
+        own = LocalExecutor(setup.forward, self.kv, self.limits, states.views, setup.kernels.argmax, setup.no_images)
         self._executor = make_executor(own, setup.forward, self._ranks, self.vocab_size)
         self._runner = ModelRunner(
             self._executor,

@@ -178,6 +178,21 @@ def test_through_captured_graphs(model: Model, captured: FakeCapture) -> None:
         assert bool(captured.graphs) == bool(sum(graph.replays for graph in captured.graphs))
 
 
+def test_prompts_with_images_replay_graphs(model: Model, captured: FakeCapture) -> None:
+    """Also from inside an image, where the cached prefix ends, and with features for several layers."""
+    with model.reader(block_size=8, max_num_batched_tokens=256) as engine:
+        if not captured.graphs:
+            pytest.skip("these layers cannot be captured")
+        for number, prompt in enumerate(([*ONE[:11], 9], ONE, [*ONE[:11], 9, 8, picture(2), 7])):
+            before, replays = engine.stats().prefix_hit_tokens, [graph.replays for graph in captured.graphs]
+            work = model.work(engine, str(number), prompt, max_tokens=1)
+            add(engine, work, prompt)
+            assert run(engine)[str(number), 0] == model.reference.answer(prompt, 1)
+            hits = engine.stats().prefix_hit_tokens - before
+            assert work.media[0].start < hits < work.media[0].end if number else not hits
+            assert sum(graph.replays for graph in captured.graphs) == sum(replays) + 1
+
+
 def test_layers_that_are_not_fused(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_layers, "fits", lambda module: False)
     with model.reader() as engine:

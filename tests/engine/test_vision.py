@@ -25,6 +25,7 @@ from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.prompt import FeatureCache
 from baton_serve.engine.model.vision.tower import VisionTower
+from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.engine.rank_threads import use_threads
 from tests.images import Piece, Reference, picture, prompt_of, tokens_of
@@ -107,6 +108,21 @@ def test_with_blocks_that_end_within_an_image_and_begin_it_again(llava: Llava) -
         for _ in range(2):
             assert ask_all(engine) == llava.answers
         assert engine.stats().prefix_hit_tokens > 0
+
+
+def test_prompts_with_images_replay_graphs(llava: Llava, captured: FakeCapture) -> None:
+    """Also from inside an image, where the cached prefix ends."""
+    with reader(llava.folder, block_size=8) as engine:
+        for number, prompt in enumerate((ONE[:11], ONE, OTHER, TWO)):
+            before, replays = engine.stats().prefix_hit_tokens, [graph.replays for graph in captured.graphs]
+            work = work_of(engine, str(number), prompt, max_tokens=1)
+            add(engine, work, prompt)
+            answer = run(engine)[str(number), 0]
+            assert prompt not in PROMPTS or answer == llava.answers[PROMPTS.index(prompt)][:1]
+            hits = engine.stats().prefix_hit_tokens - before
+            assert (work.media[0].start < hits < work.media[0].end) == (number == 1)
+            assert sum(graph.replays for graph in captured.graphs) == sum(replays) + 1
+        assert ask_all(engine) == llava.answers
 
 
 def test_another_image_shares_the_text_before_it_alone(llava: Llava) -> None:

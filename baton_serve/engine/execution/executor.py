@@ -124,10 +124,12 @@ class LocalExecutor:
         limits: SchedulerConfig,
         states: StateViews | None = None,
         argmax: Argmax | None = None,
+        no_images: Tensor | None = None,
     ) -> None:
         """Allocate the memory of the graphs' inputs. `states` are the recurrent states of all batch slots (rows of
         running sequences); None for models without them. `argmax` finds the largest logit of each row; None uses the
-        device's default kernel.
+        device's default kernel. `no_images` [0, width] is like the image embeddings that graphs accept; None: they
+        accept none.
         """
         self._forward = forward
         self._states = states or {}
@@ -138,7 +140,7 @@ class LocalExecutor:
         self.wrong_graphs: list[KernelVerdict] = []
         self._stage = CapturedStage(forward, limits.max_num_seqs) if isinstance(forward, StagedForward) else None
         self._graphs = DecodeGraphs(self._stage or forward, self._layers, limits, argmax, self._states)
-        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens)
+        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens, no_images)
 
     @property
     def has_graphs(self) -> bool:

@@ -5,10 +5,14 @@ There is one kind of graph for prompts alone, and two for prompts together with 
 inputs of a graph are one array and one block table, which the host fills and the device copies. Padding tokens belong
 to no sequence and are stored nowhere; padding sequences have no token and no context. Steps that fit no graph are
 computed without one.
+
+If an instance reads images, all its prompt graphs accept them: embeddings are copied into memory of the graphs, and a
+selection by token costs less time than can be measured beside a step of text. Graphs of their own for images would
+double the time of capturing.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 
@@ -23,14 +27,16 @@ from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
 from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
 from baton_serve.engine.kernels import AttentionMetadata
-from baton_serve.engine.model.batch_inputs import StepArrays, StepInputs, group_metas
+from baton_serve.engine.model.batch_inputs import ImageRows, StaticImages, StepArrays, StepInputs, group_metas
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""
-TOKENS, LAST_OF, POSITIONS, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS = range(7)
-"""Rows of the input array. A negative token means the last token of slot LAST_OF. STARTS and CONTEXTS are int32."""
+TOKENS, LAST_OF, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS, POSITIONS = range(7)
+"""Rows of the input array. STARTS and CONTEXTS are int32. Models with M-RoPE have three rows of positions."""
+PENDING, IMAGE = -1, -2
+"""Tokens that stand for others: the last token of slot LAST_OF, and an image's embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +78,12 @@ def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
 
 def graph_shape_for(arrays: StepArrays) -> GraphShape | None:
     """Return the first of `GRAPH_SHAPES` whose graphs can compute this step, or None. None fits a step in which all
-    sequences have one token (decode graphs compute it), or with adapters, images, cross-attention, or too many
-    sequences or logits.
+    sequences have one token (decode graphs compute it), or with adapters, images that are seen in both directions,
+    cross-attention, or too many sequences or logits.
     """
     lengths = np.diff(arrays.query_starts)
-    if arrays.adapters or arrays.images or arrays.source_tokens or arrays.logit_rows is None or lengths.max() == 1:
+    has_others = arrays.adapters or arrays.seen_ends is not None or arrays.source_tokens
+    if has_others or arrays.logit_rows is None or lengths.max() == 1:
         return None
     count, has_singles = max(len(lengths), len(arrays.logit_rows)), bool((lengths == 1).any())
     return next((kind for kind in GRAPH_SHAPES if count <= kind.num_seqs and kind.has_singles >= has_singles), None)
@@ -87,10 +94,18 @@ class PromptGraphs:
     outputs.
     """
 
-    def __init__(self, forward: Forward, layers: list[Tensor], limits: SchedulerConfig, last_tokens: Tensor) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        layers: list[Tensor],
+        limits: SchedulerConfig,
+        last_tokens: Tensor,
+        no_images: Tensor | None = None,
+    ) -> None:
         """Allocate the memory of the graphs' inputs on the device of `layers`, the layers' views of the KV cache.
 
         `last_tokens` [slots], on the device, is the last token of each batch slot (row of a running sequence).
+        `no_images` [0, width] is like the image embeddings that the graphs accept; None: they accept none.
         """
         device = layers[0].device
         self._forward = forward
@@ -100,13 +115,17 @@ class PromptGraphs:
         self._device = device
         self._sizes = token_buckets(limits.max_num_batched_tokens)
         most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
-        shape = (7, max(self._sizes[-1], most_seqs + 1))
+        # Without images the three rows of positions are always equal, and one is enough.
+        num_rows = POSITIONS + (3 if limits.has_position_rows and no_images is not None else 1)
+        shape = (num_rows, max(self._sizes[-1], most_seqs + 1))
         # Two, because the device may still be copying the previous step's inputs while the host fills the next ones.
         tables = (1 + limits.num_window_groups, most_seqs, table_width(limits))
         self._staging = [_Staging(device, shape, tables) for _ in range(2)]
         self._inputs = torch.zeros_like(self._staging[0].inputs, device=device)
         self._tables = torch.zeros_like(self._staging[0].tables, device=device)
         """The block tables of all cache groups."""
+        self._features = None if no_images is None else no_images.new_zeros((self._sizes[-1], no_images.shape[1]))
+        """Image embeddings, by row of the step."""
         self._logits: Tensor | None = None
         self._graphs: dict[tuple[GraphShape, int], Graph] = {}
 
@@ -135,6 +154,8 @@ class PromptGraphs:
             arrays = _proof_arrays(kind, size, blocks, self._limits.max_model_len)
             if arrays is None:
                 continue  # the KV cache is too small for a prompt of this size
+            if self._features is not None:
+                arrays = self._with_image(arrays, self._features)
             self._fill_inputs(arrays, kind, size)
             yield GraphCase(
                 "prompt graph",
@@ -143,6 +164,15 @@ class PromptGraphs:
                 graph.replay,
                 partial(self._last_logits, len(arrays.context_lens)),
             )
+
+    def _with_image(self, arrays: StepArrays, like: Tensor) -> StepArrays:
+        """Return the inputs of a proof's step in which random embeddings, like those in `like`, replace the second and
+        third token of the first prompt, with rows of positions that differ.
+        """
+        image = ImageRows(1, torch.randn((2, like.shape[1]), device=like.device).to(like.dtype))
+        rows = np.arange(len(self._inputs) - POSITIONS)[:, None]
+        positions = arrays.positions + rows * (arrays.positions < 3)
+        return replace(arrays, images=[image], positions=positions)
 
     def _last_logits(self, count: int) -> Tensor:
         assert self._logits is not None
@@ -159,13 +189,20 @@ class PromptGraphs:
         Return None if no graph fits the step; then nothing was launched, and the caller computes it without a graph.
         """
         count = len(arrays.tokens)
-        if not self._graphs or count > self._sizes[-1] or (kind := graph_shape_for(arrays)) is None:
+        if not self._graphs or count > self._sizes[-1] or not self._accepts(arrays):
+            return None
+        if (kind := graph_shape_for(arrays)) is None:
             return None
         size = next(size for size in self._sizes if size >= count)
         self._fill_inputs(arrays, kind, size)
         self._graphs[kind, size].replay()
         assert arrays.logit_rows is not None
         return self._last_logits(len(arrays.logit_rows))
+
+    def _accepts(self, arrays: StepArrays) -> bool:
+        """Return whether the graphs accept the images of a step, if there are any."""
+        width = 0 if self._features is None else self._features.shape[1]
+        return all(image.features.shape[1] == width for image in arrays.images)
 
     def _fill_inputs(self, arrays: StepArrays, kind: GraphShape, size: int) -> None:
         """Start copying the inputs of a step to the input memory of the graphs, padded to `size` tokens and to the
@@ -182,6 +219,10 @@ class PromptGraphs:
         self._inputs.copy_(staging.inputs, non_blocking=True)
         self._tables[:, :num_seqs].copy_(staging.tables[:, :num_seqs], non_blocking=True)
         staging.is_being_copied(self._device)
+        for image in arrays.images:
+            assert self._features is not None  # `replay` accepts no others
+            self._features[image.where] = image.features.to(self._features.dtype)
+            self._inputs[TOKENS, image.where] = IMAGE
 
     def _fill_nothing(self) -> None:
         """Fill the input memory of the graphs with padding only, so that capturing changes no KV."""
@@ -196,7 +237,12 @@ class PromptGraphs:
         """
         inputs, num_seqs = self._inputs[:, :size], kind.num_seqs
         host_tokens = inputs[TOKENS]
+        # The token of an image is never read, but it must be one of the vocabulary.
         tokens = torch.where(host_tokens < 0, self._last_tokens.index_select(0, inputs[LAST_OF]), host_tokens)
+        positions = inputs[POSITIONS:] if len(inputs) > POSITIONS + 1 else inputs[POSITIONS]
+        images = None
+        if self._features is not None:
+            images = StaticImages(self._features[:size], (host_tokens == IMAGE)[:, None])
         meta = AttentionMetadata(
             query_starts=self._inputs[STARTS].view(torch.int32)[: num_seqs + 1],
             context_lens=self._inputs[CONTEXTS].view(torch.int32)[:num_seqs],
@@ -207,7 +253,8 @@ class PromptGraphs:
             has_singles=kind.has_singles,
         )
         metas = self._layer_metas(meta, inputs[POSITIONS]) if len(self._tables) > 1 else None
-        step = StepInputs(tokens, inputs[POSITIONS], self._inputs[LOGIT_ROWS, :num_seqs], meta, layer_metas=metas)
+        rows = self._inputs[LOGIT_ROWS, :num_seqs]
+        step = StepInputs(tokens, positions, rows, meta, static_images=images, layer_metas=metas)
         logits = self._forward(step, self._layers)
         # The result must lie outside the scratch memory, which the next graph overwrites.
         if self._logits is None:
@@ -277,17 +324,19 @@ class _Staging:
 
 
 def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int) -> None:
-    """Write the inputs of a step into `host`, the input array [7, columns], with padding up to `size` tokens and
+    """Write the inputs of a step into `host`, the input array [rows, columns], with padding up to `size` tokens and
     `num_seqs` sequences.
     """
     count, own = len(arrays.tokens), len(arrays.context_lens)
-    host[TOKENS, :count], host[POSITIONS, :count], host[SLOTS, :count] = arrays.tokens, arrays.positions, arrays.slots
-    host[TOKENS, count:size] = host[POSITIONS, count:size] = 0
+    host[TOKENS, :count], host[SLOTS, :count] = arrays.tokens, arrays.slots
+    host[POSITIONS:, :count] = arrays.positions  # the same in three rows, if the step has one
+    host[TOKENS, count:size] = 0
+    host[POSITIONS:, count:size] = 0
     host[SLOTS, count:size] = -1
     host[LAST_OF, :size] = 0
     if arrays.pending is not None:
         where, slots = arrays.pending
-        host[TOKENS, where] = -1
+        host[TOKENS, where] = PENDING
         host[LAST_OF, where] = slots
     starts, contexts = host[STARTS].view(np.int32), host[CONTEXTS].view(np.int32)
     # Padding sequences begin and end at the last token, so they have no tokens.

@@ -25,7 +25,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
 from baton_serve.engine.model.speech import load_audio
 from baton_serve.engine.model.staged import StagedForward, StagePart
-from baton_serve.engine.model.vision import load_images
+from baton_serve.engine.model.vision import load_images, no_images
 from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
 from baton_serve.engine.model.weight_offload import offload_weights
 
@@ -82,7 +82,7 @@ class EngineSetup:
             self.images = load_images(config, device, model.dtype, max_image_tokens=batched - max_num_seqs)
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""
-        keeps_images_whole = self.images is not None and self.images.are_whole
+        self.no_images = no_images(config, model, device)
         self.kernels = choose_kernels(config, model, self.layout, device)
         self.limits = SchedulerConfig(
             block_tokens=self.layout.block_tokens,
@@ -94,7 +94,7 @@ class EngineSetup:
             checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
             source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
-            keeps_images_whole=keeps_images_whole,
+            keeps_images_whole=self.images is not None and self.images.are_whole,
             has_position_rows=model.has_position_rows,
             num_stages=config.pipeline_parallel_size,
             layer_groups=layer_groups,
@@ -121,7 +121,7 @@ class EngineSetup:
             self.adapters,
             mixers=self.kernels.mixers,
             # The C++ of all layers lets no token see a later one.
-            may_call_once=self.kernels.has_decoder and not keeps_images_whole,
+            may_call_once=self.kernels.has_decoder and not self.limits.keeps_images_whole,
         )
         self.weight_bytes -= 0 if model.offload is None else model.offload.saved_bytes
         # A stage computes without its neighbours; here it is connected with them.

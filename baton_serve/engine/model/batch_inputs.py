@@ -38,6 +38,13 @@ class ImageRows(NamedTuple):
         return slice(self.first, self.first + len(self.features)) if self.rows is None else self.rows
 
 
+class StaticImages(NamedTuple):
+    """The embeddings of all images of a step in a captured graph, which does the same work for any number of them."""
+
+    features: Tensor  # [num_tokens, width], as in `ImageRows`; rows of other tokens have no meaning
+    is_image: Tensor  # bool [num_tokens, 1]: which tokens they replace
+
+
 class SourceRows(NamedTuple):
     """The outputs of an encoder for some sources, one after another, and the KV cache positions `slots` of their
     cross-attention keys and values. The step computes and stores these in each layer before it attends to them.
@@ -71,6 +78,8 @@ class StepInputs:
     adapters: Sequence[tuple[str, Tensor | None]] = ()
     """By fingerprint: the rows that an adapter changes, int64 [count]; None: all rows."""
     images: Sequence[ImageRows] = ()
+    static_images: StaticImages | None = None
+    """The images of a step in a captured graph, instead of `images`; None for models without images."""
     after_layer: Callable[[int], None] | None = None
     """Called with a layer's number once all work that writes the layer's KV is queued on the device.
 
@@ -131,6 +140,9 @@ def embedded(embed: Callable[[Tensor], Tensor], inputs: StepInputs) -> Tensor:
     hidden = embed(inputs.input_ids)
     for image in inputs.images:
         hidden[image.where] = image.features[:, : hidden.shape[1]].to(hidden.dtype)
+    if inputs.static_images is not None:
+        features, is_image = inputs.static_images
+        hidden = features[:, : hidden.shape[1]].where(is_image, hidden)
     return hidden
 
 
@@ -144,6 +156,10 @@ def add_image_features(hidden: Tensor, inputs: StepInputs, layer: int) -> bool:
         if image.features.shape[1] > begin:
             hidden[image.where] += image.features[:, begin : begin + hidden.shape[1]].to(hidden.dtype)
             has_any = True
+    if inputs.static_images is not None and inputs.static_images.features.shape[1] > begin:
+        features, is_image = inputs.static_images
+        hidden += features[:, begin : begin + hidden.shape[1]].where(is_image, 0)
+        has_any = True
     return has_any
 
 

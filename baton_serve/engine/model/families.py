@@ -271,8 +271,8 @@ class Rotations:
     """By rotation: the factor of cos and sin."""
     of_layer: tuple[int, ...]
     """By layer: the number of its rotation."""
-    axes: list[int] | None = None
-    """By frequency: the row of the positions that it reads, for models with M-RoPE."""
+    axes: Tensor | None = None
+    """int64 [rotary_dim / 2], by frequency: the row of the positions that it reads, for models with M-RoPE."""
 
     def of_rows(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return, for each of the model's different rotary embeddings, cos and sin [num_tokens, rotary_dim] for M-RoPE
@@ -297,6 +297,10 @@ def rotations_of(family: FamilyDescription, module: Any) -> Rotations:
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds))}
     frequencies = [getattr(rotary, f"{kind}inv_freq").float() * float(rotates) for kind, rotates in numbers]
     scaling = (float(getattr(rotary, f"{kind}attention_scaling", 1.0)) if rotates else 1.0 for kind, rotates in numbers)
+    stacked, axes = torch.stack(frequencies), position_axes(module)
     return Rotations(
-        torch.stack(frequencies), tuple(scaling), tuple(numbers[kind] for kind in kinds), position_axes(module)
+        stacked,
+        tuple(scaling),
+        tuple(numbers[kind] for kind in kinds),
+        None if axes is None else torch.tensor(axes, device=stacked.device),
     )

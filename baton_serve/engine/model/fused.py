@@ -199,7 +199,7 @@ class FusedForward:
         """Add the image features for layer `number` (DeepStack) to `residual`, and return the input of the next layer.
         `hidden` is that input without them.
         """
-        if not inputs.images or not add_image_features(residual, inputs, number):
+        if not add_image_features(residual, inputs, number):
             return hidden
         following = self._layers[number + 1]  # images add nothing behind the last layer
         return self._input_of(residual, following.input_norm, following.qkv.weight)

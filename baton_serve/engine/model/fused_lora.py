@@ -197,7 +197,7 @@ class AdaptedForward(FusedForward):
         """Add the image features for layer `number` (DeepStack) to `residual`, and return the input of the next layer
         as a plain tensor. `hidden` is that input without them.
         """
-        if not inputs.images or not add_image_features(residual, inputs, number):
+        if not add_image_features(residual, inputs, number):
             return hidden
         norm = self._layers[number + 1].input_norm
         return residual if norm is None else self._kernels.norm(residual, norm)

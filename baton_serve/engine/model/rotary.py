@@ -66,12 +66,13 @@ def adapt_positions(module: nn.Module) -> bool:
     model: Any = module.model
     rotary = model.rotary_emb
     plain = rotary.forward
+    rows = torch.tensor(axes, device=rotary.inv_freq.device)
 
     def forward(hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if position_ids.dim() == 2:
             rotated: tuple[Tensor, Tensor] = plain(hidden, position_ids)
             return rotated
-        angles = row_angles(position_ids[:, 0], axes, rotary.inv_freq)[None]
+        angles = row_angles(position_ids[:, 0], rows, rotary.inv_freq)[None]
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         return cos.to(hidden.dtype), sin.to(hidden.dtype)
@@ -80,11 +81,12 @@ def adapt_positions(module: nn.Module) -> bool:
     return True
 
 
-def row_angles(positions: Tensor, axes: list[int], frequencies: Tensor) -> Tensor:
-    """Return the rotary angles [num_tokens, half] for M-RoPE positions [3, num_tokens]. `axes` says from which row each
-    of the `half` frequencies reads.
+def row_angles(positions: Tensor, axes: Tensor, frequencies: Tensor) -> Tensor:
+    """Return the rotary angles [num_tokens, half] for M-RoPE positions [3, num_tokens]. `axes`, int64 [half] on the
+    device, says from which row each frequency reads.
     """
-    return positions[axes].T.float() * frequencies.float()
+    # A list of numbers would be copied to the device in each step, which a graph cannot capture.
+    return positions.index_select(0, axes).T.float() * frequencies.float()
 
 
 def freeze(module: nn.Module, max_model_len: int) -> str:

@@ -221,7 +221,9 @@ class TPWorker:
             place=place if self._config.nnodes > 1 else None,
         )
         self._memory_before = devices.reset_peak(self._device)
-        self._executor = LocalExecutor(setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax)
+        self._executor = LocalExecutor(
+            setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax, no_images=setup.no_images
+        )
         if self._is_remote:
             self._channel.send(self._channel.encode(_built(setup.part)))
         else:

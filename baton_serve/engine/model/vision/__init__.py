@@ -7,15 +7,17 @@ Instances that compute no prompts load only the decoder (`decoder`). `placeholde
 import logging
 
 import torch
+from torch import Tensor
 
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import why_unread
+from baton_serve.contracts.vision import image_family, why_unread
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.placeholders import PromptImages
 
-__all__ = ["load_images"]
+__all__ = ["load_images", "no_images"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,3 +45,18 @@ def load_images(
 
     tower = load_tower(config, target, dtype)
     return None if tower is None else Images(tower, max_image_tokens)
+
+
+def no_images(config: EngineConfig, model: LoadedModel, device: torch.device) -> Tensor | None:
+    """Return an empty tensor [0, width] like the image embeddings that captured graphs accept. Return None if this
+    instance reads no images, or if their tokens attend to each other in both directions.
+
+    All ranks get the same width, though only rank 0 loads the tower.
+    """
+    facts = ModelFacts.of(model_folder(config.model))
+    family = None if not config.reads_images or why_unread(facts) else image_family(facts)
+    if family is None or family.attends_both_ways or config.pipeline_parallel_size > 1:
+        return None
+    vision = facts.config.get("vision_config")
+    layers = vision.get("deepstack_visual_indexes") if isinstance(vision, dict) else None
+    return torch.empty((0, model.hidden_size * (1 + len(layers or ()))), dtype=model.dtype, device=device)
