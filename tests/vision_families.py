@@ -59,6 +59,8 @@ class VisionFamily(NamedTuple):
     """The smallest side in pixels that the family reads."""
     is_nested: bool = False
     """Whether processor_config.json contains the image processor's settings, as in newer checkpoints."""
+    least_step: int = 1
+    """The fewest tokens of a step that all images of the tests fit in."""
 
 
 def _gemma3(token: Callable[[str], int]) -> dict[str, Any]:
@@ -74,6 +76,26 @@ def _gemma3(token: Callable[[str], int]) -> dict[str, Any]:
         "image_token_index": token("<image_soft_token>"),
         **{name: token(value) for name, value in ids.items()},
     }
+
+
+def _gemma4(**text: Any) -> Callable[[Callable[[str], int]], dict[str, Any]]:
+    def config(token: Callable[[str], int]) -> dict[str, Any]:
+        tower = {**SIGLIP, "model_type": "gemma4_vision", "num_key_value_heads": 2, "head_dim": 16}
+        sizes = {"global_head_dim": 32, "vocab_size_per_layer_input": 320, "sliding_window": 12}
+        return {
+            "model_type": "gemma4",
+            "text_config": {**TEXT, "model_type": "gemma4_text", "tie_word_embeddings": False, **sizes, **text},
+            "vision_config": {**tower, "pooling_kernel_size": 2, "position_embedding_size": 512},
+            "audio_config": None,
+            "image_token_id": token("<|image|>"),
+            "boi_token_id": token("<|image>"),
+            "eoi_token_id": token("<image|>"),
+            # transformers reads padding in their place, also in answers, so they must not be among the tokens.
+            "video_token_id": 1001,
+            "audio_token_id": 1002,
+        }
+
+    return config
 
 
 def _internvl(token: Callable[[str], int]) -> dict[str, Any]:
@@ -169,6 +191,21 @@ _TILE_LABELS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in
 _IDEFICS_TOKENS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
 _IDEFICS_IMAGES = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
 
+_GEMMA4: Any = (
+    "gemma4.processing_gemma4.Gemma4Processor",
+    ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
+    {
+        "boi_token": "<|image>",
+        "eoi_token": "<image|>",
+        "image_token": "<|image|>",
+        "boa_token": "<|audio>",
+        "eoa_token": "<audio|>",
+        "audio_token": "<|audio|>",
+    },
+    "<|image|>",
+)
+_GEMMA4_PARTS = {"feature_extractor": None, "video_processor": None}
+
 FAMILIES: dict[str, VisionFamily] = {
     "gemma3": VisionFamily(
         _gemma3,
@@ -178,6 +215,30 @@ FAMILIES: dict[str, VisionFamily] = {
         "<start_of_image>",
         processor_values={"image_seq_length": 16},
         is_nested=True,
+    ),
+    # Of the smaller models, each layer reads an embedding of its own; the larger ones read images both ways.
+    "gemma4": VisionFamily(
+        _gemma4(
+            num_hidden_layers=5,
+            layer_types=[*["sliding_attention", "full_attention"] * 2, "full_attention"],
+            hidden_size_per_layer_input=16,
+            num_kv_shared_layers=1,
+        ),
+        *_GEMMA4,
+        ["<|video|>"],
+        _GEMMA4_PARTS,
+    ),
+    "gemma4_both_ways": VisionFamily(
+        _gemma4(
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            use_bidirectional_attention="vision",
+        ),
+        *_GEMMA4,
+        ["<|video|>"],
+        _GEMMA4_PARTS,
+        least_step=80,
     ),
     "internvl": VisionFamily(
         _internvl,

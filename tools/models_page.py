@@ -53,6 +53,7 @@ TAIL = """
 | LLaVA-NeXT (1.6), LLaVA-NeXT-Video | `llava_next`, `llava_next_video` | tiles and an overview, up to 2,928 tokens |
 | LLaVA-OneVision | `llava_onevision` | the same, reduced to nine tiles |
 | Gemma 3 4B to 27B | `gemma3` | 256 tokens that see each other in both directions |
+| Gemma 4 | `gemma4` | up to 280 tokens in its shape |
 | InternVL 2.5 to 3.5 in transformers' form | `internvl` | up to 12 tiles and an overview of 256 tokens each |
 | Idefics3, SmolVLM | `idefics3`, `smolvlm` | labelled tiles and an overview |
 | Aya Vision | `aya_vision` | labelled tiles and an overview |
@@ -68,8 +69,7 @@ times the shorter one at most. Gemma 3 does not pan and scan, and one step must 
 LLaVA-OneVision reads each of several images with its tiles. [ADR 0013](../adr/0013-images.md) gives the reasons; a new
 family is one file beside `baton_serve/contracts/vision/registry.py` and one line in it.
 
-Of other vision models the text is served (see [below](#every-family-of-transformers)); an image that is sent to them
-gets status 400.
+Of other vision models the text is served ([below](#every-family-of-transformers)); their images get status 400.
 
 ## Models that hear audio in chats
 

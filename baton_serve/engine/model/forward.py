@@ -36,6 +36,7 @@ from baton_serve.engine.model.recurrent import PackedMixers, install_packed, ins
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
 from baton_serve.engine.model.staged import StagedModule, own_layers
 from baton_serve.engine.model.weight_offload import WeightOffload
+from baton_serve.engine.model_folder import HfConfig
 
 
 class LogitParts(Protocol):
@@ -96,11 +97,18 @@ def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
     the model.
     """
     kv_layers = model.attending_layers
+    config = cast(Any, model.module).config
+    # Gemma 4: tokens of an image see each other in layers with a window alone.
+    is_mixed = getattr(config, "use_bidirectional_attention", None) == "vision"
     places = {
-        layer: CachePlace(number, spec) for number, (layer, spec) in enumerate(zip(kv_layers, model.specs, strict=True))
+        layer: CachePlace(number, spec, is_causal=is_mixed and spec.sliding_window is None)
+        for number, (layer, spec) in enumerate(zip(kv_layers, model.specs, strict=True))
     }
     for shared in model.shared_layers:
-        places[shared.layer] = CachePlace(places[shared.source].number, shared.spec, is_shared=True)
+        is_causal = is_mixed and shared.spec.sliding_window is None
+        places[shared.layer] = CachePlace(
+            places[shared.source].number, shared.spec, is_shared=True, is_causal=is_causal
+        )
     return places
 
 
@@ -173,8 +181,11 @@ class TransformersForward:
         if not inputs.images:
             return {"input_ids": inputs.input_ids[None]}
         # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no tokens.
-        embed = cast(Any, self._model.module).get_input_embeddings()
-        return {"inputs_embeds": embedded(embed, inputs)[None]}
+        module = cast(Any, self._model.module)
+        found = {"inputs_embeds": embedded(module.get_input_embeddings(), inputs)[None]}
+        if getattr(module.config, "hidden_size_per_layer_input", 0):
+            found["per_layer_inputs"] = module.model.get_per_layer_inputs(_padded(inputs, module.config)[None])
+        return found
 
     def _attention(self, inputs: StepInputs, layers: list[Tensor]) -> PagedAttention:
         """Return the object by which the model's layers read and write the KV cache in this step. `layers` are the
@@ -211,6 +222,16 @@ def _mixers(inputs: StepInputs) -> PackedMixers | None:
         return None
     meta = inputs.meta
     return PackedMixers(inputs.states, PackedSequences(meta.query_starts, inputs.states.slots, meta.max_query_len))
+
+
+def _padded(inputs: StepInputs, config: HfConfig) -> Tensor:
+    """Return the step's token ids with padding in the place of image tokens, int64 [num_tokens]: of these, layers read
+    the embedding of the padding token (Gemma 4).
+    """
+    found = inputs.input_ids.clone()
+    for image in inputs.images:
+        found[image.where] = config.pad_token_id or 0
+    return found
 
 
 def _position_ids(inputs: StepInputs) -> Tensor:

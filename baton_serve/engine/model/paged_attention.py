@@ -7,7 +7,7 @@ mask (masking_utils returns None for implementations without one).
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -69,6 +69,8 @@ class CachePlace:
     spec: AttentionSpec
     is_shared: bool = False
     """True if another layer, which is computed before, stores this KV."""
+    is_causal: bool = False
+    """True if tokens of an image do not see later ones in this layer, even if they do in others (Gemma 4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class PagedAttention:
                 self.after_layer(place.number)
         # The rules that the module passes are ignored: the probe has recorded them when the model was loaded.
         meta = own if place.spec.chunk is None else self.chunked
+        if place.is_causal and meta.seen_ends is not None:
+            meta = replace(meta, seen_ends=None)
         return self.backend.attend(query, cache, meta, place.spec)
 
 

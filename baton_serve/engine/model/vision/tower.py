@@ -140,15 +140,7 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     kind = transformers.MODEL_MAPPING[type(hf_config)]
     if not kind.base_model_prefix:  # then it does not find its weights in the files of the whole model
         kind = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(hf_config)]
-    # transformers builds tower and decoder together. Without layers the decoder is only its embeddings, which are freed
-    # at the end.
-    alone = copy.deepcopy(hf_config)
-    text = alone.get_text_config()
-    text.num_hidden_layers, text.layer_types = 0, []
-    # Quantized checkpoints keep their tower in floats; transformers would ask for the libraries of the format.
-    for part in (alone, text):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+    alone = _without_layers(hf_config)
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
@@ -177,6 +169,24 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
         if hasattr(module, name.rstrip(".")):
             setattr(module, name.rstrip("."), None)
     return module
+
+
+def _without_layers(hf_config: HfConfig) -> HfConfig:
+    """Return the config of a model without decoder layers, so that transformers builds little more than its tower."""
+    # transformers builds tower and decoder together. Without layers the decoder is only its embeddings, which are freed
+    # at the end.
+    alone = copy.deepcopy(hf_config)
+    text = alone.get_text_config()
+    text.num_hidden_layers, text.layer_types = 0, []
+    if alone.model_type == "gemma4":
+        # These belong to layers, and its audio is not read.
+        text.num_kv_shared_layers = text.hidden_size_per_layer_input = 0
+        alone.audio_config = None
+    # Quantized checkpoints keep their tower in floats; transformers would ask for the libraries of the format.
+    for part in (alone, text):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return alone
 
 
 @contextmanager
