@@ -4,8 +4,8 @@
 
 LIMITS are `CutterLimits` in JSON. Decoders of audio are C code that reads files from clients: here a crash costs one
 request, memory and processor time are bounded, and no key or prompt is in reach. A message in either direction is its
-length in eight bytes, little-endian, and its content: the file; then `Cut` in MessagePack. The process ends with its
-standard input.
+length in eight bytes, little-endian, and its content: the file; then `CutStart` and each `Window` in MessagePack. The
+process ends with its standard input.
 """
 
 import importlib.util
@@ -23,7 +23,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton_serve.audio_samples import Samples, cuts, mono, resampled, wav_of
-from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES, Cut, CutterLimits, Window
+from baton_serve.contracts.audio import (
+    HEADER_BYTES,
+    MAX_CHANNELS,
+    MAX_RATE_HZ,
+    RATE_STEP_HZ,
+    SAMPLE_BYTES,
+    CutStart,
+    CutterLimits,
+    Window,
+)
 
 FORMATS = frozenset({"WAV", "WAVEX", "RF64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "W64"})
 """Accepted formats, as libsndfile names them. Its other decoders never see files from clients."""
@@ -43,10 +52,17 @@ def main() -> None:
         data = sys.stdin.buffer.read(int.from_bytes(size, "little"))
         # SIGPROF ends the process, even within a C function that never returns to Python.
         signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
-        answer = msgspec.msgpack.encode(_cut(data, limits))
+        start, windows = begin_cut(data, limits)
+        _write(start)
+        for window in windows:
+            _write(window)
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        sys.stdout.buffer.write(len(answer).to_bytes(8, "little") + answer)
-        sys.stdout.buffer.flush()
+
+
+def _write(message: CutStart | Window) -> None:
+    content = msgspec.msgpack.encode(message)
+    sys.stdout.buffer.write(len(content).to_bytes(8, "little") + content)
+    sys.stdout.buffer.flush()
 
 
 def _prepare(limits: CutterLimits) -> None:
@@ -63,22 +79,23 @@ def _prepare(limits: CutterLimits) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + limits.memory_bytes, used + limits.memory_bytes))
 
 
-def _cut(data: bytes, limits: CutterLimits) -> Cut:
-    """Decode a file and cut it into windows."""
+def begin_cut(data: bytes, limits: CutterLimits) -> tuple[CutStart, Iterator[Window]]:
+    """Decode a file. Return what is known of it, and its windows, whose files are made one after the other."""
     try:
         samples = decoded(data, limits)
         if not len(samples):
             raise AudioError("the file has no audio")
         bounds = _bounds(samples, limits)
-        windows = [
-            Window(start / limits.rate_hz, (end - start) / limits.rate_hz, wav_of(samples[start:end], limits.rate_hz))
-            for start, end in pairwise(bounds)
-        ]
-        return Cut(duration_s=len(samples) / limits.rate_hz, windows=windows)
     except AudioError as exc:
-        return Cut(error=str(exc))
+        return CutStart(error=str(exc)), iter(())
     except MemoryError:
-        return Cut(error="the file needs too much memory")
+        return CutStart(error="the file needs too much memory"), iter(())
+    num_bytes = (bounds[-1] - bounds[0]) * SAMPLE_BYTES + (len(bounds) - 1) * HEADER_BYTES
+    start = CutStart(len(samples) / limits.rate_hz, num_windows=len(bounds) - 1, num_bytes=num_bytes)
+    return start, (
+        Window(begin / limits.rate_hz, (end - begin) / limits.rate_hz, wav_of(samples[begin:end], limits.rate_hz))
+        for begin, end in pairwise(bounds)
+    )
 
 
 def _bounds(samples: Samples, limits: CutterLimits) -> list[int]:

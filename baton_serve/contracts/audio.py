@@ -50,6 +50,18 @@ class Window(msgspec.Struct, frozen=True):
     file: bytes
 
 
+class CutStart(msgspec.Struct, frozen=True):
+    """The first message about a file that was decoded: how long it is, how many windows follow, and how many bytes
+    their files have together; or in `error` the reason why it cannot be used. Each window follows as a message of its
+    own, so that a router never copies all of a long file at once.
+    """
+
+    duration_s: float = 0.0
+    num_windows: int = 0
+    num_bytes: int = 0
+    error: str = ""
+
+
 class Cut(msgspec.Struct, frozen=True):
     """The result of cutting an audio file: its windows in order, or in `error` the reason why it cannot be used."""
 

@@ -9,12 +9,13 @@ from io import BytesIO
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 
-from baton_serve.audio_cutter import _cut
+from baton_serve.audio_cutter import begin_cut
 from baton_serve.audio_samples import cuts
 from baton_serve.contracts.audio import Cut, CutterLimits
-from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
 from baton_serve.services.router.text.speech.cutting import AudioCutter
 from tests.speech import RATE_HZ, tones, wav
 
@@ -27,6 +28,17 @@ def written(kind: str, subtype: str | None = None, rate_hz: int = 48_000, second
     out = BytesIO()
     soundfile.write(out, tones(1, seconds, rate_hz), rate_hz, format=kind, subtype=subtype)
     return out.getvalue()
+
+
+def _cut(file: bytes, limits: CutterLimits) -> Cut:
+    start, windows = begin_cut(file, limits)
+    cut = Cut(start.duration_s, list(windows), start.error)
+    assert (start.num_windows, start.num_bytes) == (len(cut.windows), sum(len(one.file) for one in cut.windows))
+    return cut
+
+
+async def anything(num_bytes: int) -> None:
+    """Reserve memory, of which there is enough."""
 
 
 def run(work: Callable[[AudioCutter], Awaitable[T]], limits: CutterLimits = LIMITS) -> T:
@@ -90,23 +102,23 @@ def test_random_changes_of_files_end_in_an_answer() -> None:
 
 def test_a_process_serves_one_file_after_another() -> None:
     async def work(cutter: AudioCutter) -> None:
-        first, second = await cutter.cut(wav(tones(0))), await cutter.cut(written("FLAC"))
+        first, second = await cutter.cut(wav(tones(0)), anything), await cutter.cut(written("FLAC"), anything)
         assert len(first.windows) == 1
         assert len(second.windows) == 2
         assert len(cutter._idle) == 1
         with pytest.raises(BadRequestError, match="cannot be decoded"):
-            await cutter.cut(b"x")
+            await cutter.cut(b"x", anything)
 
     run(work)
 
 
 def test_a_process_that_dies_costs_one_request() -> None:
     async def work(cutter: AudioCutter) -> None:
-        await cutter.cut(wav(tones(0)))
+        await cutter.cut(wav(tones(0)), anything)
         os.kill(cutter._idle[0].pid, signal.SIGKILL)
         with pytest.raises(BadRequestError, match="its decoder failed"):
-            await cutter.cut(wav(tones(0)))
-        assert (await cutter.cut(wav(tones(0)))).windows
+            await cutter.cut(wav(tones(0)), anything)
+        assert (await cutter.cut(wav(tones(0)), anything)).windows
 
     run(work)
 
@@ -114,7 +126,32 @@ def test_a_process_that_dies_costs_one_request() -> None:
 def test_memory_and_time_are_bounded() -> None:
     async def work(cutter: AudioCutter) -> None:
         with pytest.raises(BadRequestError, match=r"memory|failed"):
-            await cutter.cut(wav(tones(0, 19.0, 48_000), 48_000))
+            await cutter.cut(wav(tones(0, 19.0, 48_000), 48_000), anything)
 
     run(work, CutterLimits(rate_hz=RATE_HZ, window_s=4.0, max_s=20.0, memory_bytes=1 << 20))
     run(work, CutterLimits(rate_hz=RATE_HZ, window_s=4.0, max_s=20.0, cpu_s=0.001))
+
+
+def test_a_long_file_is_taken_window_by_window_after_its_memory_was_reserved() -> None:
+    """All windows of two hours in one message held the interpreter's lock, and so the event loop, for half a second."""
+    silence = BytesIO()
+    soundfile.write(silence, np.zeros(3000 * RATE_HZ, dtype=np.int16), RATE_HZ, format="FLAC")
+
+    async def work(cutter: AudioCutter) -> None:
+        reserved: list[int] = []
+
+        async def reserve(num_bytes: int) -> None:
+            reserved.append(num_bytes)
+            if len(reserved) == 1:
+                raise RateLimitError("no memory", retry_after_s=1.0)
+
+        file = silence.getvalue()
+        before = psutil.Process().memory_info().rss
+        with pytest.raises(RateLimitError, match="no memory"):
+            await cutter.cut(file, reserve)
+        assert psutil.Process().memory_info().rss - before < 40_000_000, "no window was taken"
+        cut = await cutter.cut(file, reserve)
+        assert reserved[1] == sum(len(window.file) for window in cut.windows) > 90_000_000
+        assert len(cut.windows) >= 100
+
+    run(work, CutterLimits(rate_hz=RATE_HZ, window_s=30.0))

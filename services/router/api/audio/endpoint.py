@@ -55,11 +55,10 @@ class TranscriptionEndpoint:
             )
         service.limits()  # called for its errors, before the file is decoded
         profile.check_language(request.language)
-        cut = await cutter.cut(form.file)
-        form.file = None  # the windows are kept instead, for replays
         with ImageReservation(service.image_memory, context.caller.name) as memory:
             # The windows stay in memory until the answer ends, and share the limit of images.
-            await memory.reserve(sum(len(window.file) for window in cut.windows))
+            cut = await cutter.cut(form.file, memory.reserve)
+            form.file = None  # the windows are kept instead, for replays
             head = TranscriptChunk(
                 id=f"{self._task}-{context.request_id}",
                 object=f"{'transcription' if self._task == 'transcribe' else 'translation'}.chunk",

@@ -2,6 +2,7 @@
 temperatures.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Protocol
 
@@ -190,15 +191,19 @@ class FileTranscriber:
         """
         service, limits = self._service, self._service.limits()
         check_prompt(prompt, limits, param="prompt")
-        prompts = [
-            TokenizedPrompt(
-                prompt,
-                media=[source_span(digest_of(self._windows[number].file))],
-                images=[self._windows[number].file],
-                source_tokens=self._profile.source_tokens,
+        prompts: list[TokenizedPrompt] = []
+        for number in group:
+            file = self._windows[number].file
+            prompts.append(
+                TokenizedPrompt(
+                    prompt,
+                    media=[source_span(digest_of(file))],
+                    images=[file],
+                    source_tokens=self._profile.source_tokens,
+                )
             )
-            for number in group
-        ]
+            # The digest of a window of 30 s takes a few milliseconds; those of a group would delay all streams.
+            await asyncio.sleep(0)
         # The windows of a group are the prompts of one completion, whose code also retries and counts tokens.
         request = CompletionRequest.model_validate({"model": self._request.model, "prompt": "", **options})
         timing = service.timing(self._context, tokenizing_at=service.clock())

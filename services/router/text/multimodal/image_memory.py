@@ -99,7 +99,7 @@ class ImageReservation:
         """
         assert not self._num_reserved, "one request reserves once"
         if not await self.memory.budget.acquire(num_bytes, self.owner):
-            raise _too_busy("has no memory for more images (--max-image-memory-bytes)")
+            raise _too_busy("has no memory for more images and audio (--max-image-memory-bytes)")
         self._num_reserved = num_bytes
 
     def count(self, num_bytes: int) -> None:
