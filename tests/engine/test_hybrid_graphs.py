@@ -6,6 +6,8 @@ On the CPU a graph is stood in for by calling the recorded function again.
 import pytest
 
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
+from baton_serve.engine.kernels import selection
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError
 from tests.engine.conftest import FakeCapture, References
 from tests.engine.driving import make_engine, make_work, run
 
@@ -25,6 +27,27 @@ def test_replayed_steps_give_the_right_tokens(family: str, references: Reference
             assert [answers[f"{attempt}-{n}", 0] for n in range(len(reference.prompts))] == reference.answers
         assert sum(graph.replays for graph in decodes) > 10
         assert not engine._executor.wrong_graphs
+
+
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "mamba"])
+def test_replayed_steps_of_state_spaces_give_the_right_tokens(
+    family: str, references: References, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With the C++ kernels of CPUs these layers would run in transformers' own forward, which is not captured.
+    monkeypatch.setattr(selection, "load_kernels", no_kernels)
+    reference = references(family)
+    with make_engine(reference.folder, max_num_seqs=6, max_num_batched_tokens=24) as engine:
+        decodes = captured.graphs[:4]  # of 6, 4, 2 and 1
+        for number, prompt in enumerate(reference.prompts):
+            engine.add(make_work(engine, str(number), prompt))
+        answers = run(engine)
+        assert [answers[str(number), 0] for number in range(len(reference.prompts))] == reference.answers
+        assert sum(graph.replays for graph in decodes) > 10
+        assert not engine._executor.wrong_graphs
+
+
+def no_kernels() -> None:
+    raise KernelsUnavailableError("the test has none")
 
 
 def test_a_graph_that_ignores_the_states_is_not_used(

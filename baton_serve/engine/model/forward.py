@@ -28,7 +28,7 @@ from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.packed_modules import pack_modules
-from baton_serve.engine.model.paged_attention import CachePlace, PagedAttention, StepHolder
+from baton_serve.engine.model.paged_attention import CachePlace, Mixer, PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.rank_parts import sum_outputs
@@ -115,7 +115,6 @@ def _cache_places(model: LoadedModel) -> dict[int, CachePlace]:
 class TransformersForward:
     """Implements `Forward` by a transformers model whose attention layers use the paged KV cache."""
 
-    is_capturable = False
     parts = None
     adapter_slots = None
 
@@ -130,6 +129,7 @@ class TransformersForward:
         ranks, `collectives` sum the outputs of divided linear layers; None for a single rank.
         """
         self._model = model
+        self.is_capturable = adapters is None and _has_device_work_only(model)
         self._collectives = SingleRank() if collectives is None else collectives
         head = getattr(model.module, "lm_head", None)
         self._is_head_whole = model.is_whole or getattr(head, "out_features", model.vocab_size) == model.vocab_size
@@ -214,6 +214,18 @@ class TransformersForward:
         own metadata.
         """
         return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
+
+
+def _has_device_work_only(model: LoadedModel) -> bool:
+    """Return whether no module of a transformers model reads values back from the device, so that graphs can capture
+    its steps. It is known of models whose layers with recurrent states are all state spaces in packed form, without
+    mixtures of experts.
+    """
+    parts = list(model.module.modules())
+    mixers = [mixer for part in parts if isinstance(mixer := getattr(part, "baton_mixer", None), Mixer)]
+    is_alone = model.is_whole and model.stage.is_whole and model.offload is None
+    has_experts = any("Experts" in type(part).__name__ for part in parts)
+    return bool(mixers) and all(mixer.packed is not None for mixer in mixers) and is_alone and not has_experts
 
 
 def _mixers(inputs: StepInputs) -> PackedMixers | None:
