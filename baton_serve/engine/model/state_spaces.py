@@ -144,4 +144,4 @@ _FORWARDS: dict[str, Callable[..., Tensor]] = {
     "NemotronHMamba2Mixer": _mamba_2,
     "Zamba2MambaMixer": _mamba_2,
 }
-"""By the name of the module's class."""
+"""Computes the modules of these classes in the place of their own forward."""
