@@ -10,6 +10,11 @@ from torch import nn
 
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine import Engine
+from baton_serve.engine.kernels.cpu.layers import CpuLayers
+from baton_serve.engine.kernels.cpu.linear import Matrix, has_packed_linear
+from baton_serve.engine.kernels.metadata import Weight
+from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.selection import layer_kernels
 from baton_serve.engine.model import families, forward
 from baton_serve.engine.model.families import FAMILIES, describe
 from tests.engine.conftest import Reference, References
@@ -67,6 +72,29 @@ def test_logits_are_those_of_transformers_however_prompts_are_cut(family: str, r
         for prompt, tokens in zip(expected, found, strict=True):
             logprobs = torch.tensor([token.chosen.logprob for token in tokens])
             assert torch.allclose(logprobs, prompt, atol=2e-3), (logprobs - prompt).abs().max()
+
+
+@pytest.mark.usefixtures("only_fused")
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen2_moe"])
+def test_weights_in_bfloat16_are_packed_for_the_cpu(
+    family: str, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference, packed, found = references(family), list[Weight](), list[torch.Tensor]()
+    pack = CpuLayers.pack
+
+    def record(self: CpuLayers, weight: torch.Tensor | QuantizedWeight) -> Weight:
+        packed.append(pack(self, weight))
+        return packed[-1]
+
+    for other in (record, lambda _, weight: weight):
+        monkeypatch.setattr(CpuLayers, "pack", other)
+        with make_engine(reference.folder, dtype="bfloat16") as engine:
+            reported = prompt_logprobs(engine, reference, "once")
+        found.append(torch.tensor([token.chosen.logprob for tokens in reported for token in tokens]))
+    library = layer_kernels(torch.device("cpu"), torch.bfloat16)
+    if isinstance(library, CpuLayers) and has_packed_linear(library.library):
+        assert packed and all(isinstance(weight, Matrix) for weight in packed)
+    assert torch.allclose(*found, atol=0.1), (found[0] - found[1]).abs().max()
 
 
 def test_every_row_of_the_table_is_compared_with_transformers(references: References) -> None:

@@ -65,7 +65,7 @@ class ComposedLayers:
     other_norms: LayerKernels
     gelu_gates: LayerKernels
 
-    def pack(self, weight: QuantizedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight) -> Weight:
         return self.products.pack(weight)
 
     def linear(self, x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:

@@ -252,9 +252,9 @@ class LayerKernels(Protocol):
     implement it.
     """
 
-    def pack(self, weight: QuantizedWeight) -> Weight:
-        """Return a quantized weight in the form that `linear` reads fastest. The given object must not be used
-        afterwards, since its memory may be taken over.
+    def pack(self, weight: Tensor | QuantizedWeight) -> Weight:
+        """Return a weight in the form that `linear` reads fastest; that may be the given object itself. A quantized
+        weight must not be used afterwards, since its memory may be taken over.
         """
         ...
 

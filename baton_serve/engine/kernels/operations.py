@@ -430,14 +430,15 @@ class _Weights:
         self._packed: dict[int, Weight] = {}
 
     def of(self, kernels: LayerKernels) -> Weight:
-        """Return the weight in the form that the implementation `kernels` has packed, or an unquantized weight as it
-        is.
-        """
-        if isinstance(self._plain, Tensor):
-            return self._plain
+        """Return the weight in the form that the implementation `kernels` has packed."""
         if id(kernels) not in self._packed:
-            # `pack` takes over the memory of the weight.
-            copy = replace(self._plain, codes=self._plain.codes.clone(), scales=self._plain.scales.clone())
+            # `pack` takes over the memory of a quantized weight.
+            plain = self._plain
+            copy = (
+                plain
+                if isinstance(plain, Tensor)
+                else replace(plain, codes=plain.codes.clone(), scales=plain.scales.clone())
+            )
             self._packed[id(kernels)] = kernels.pack(copy)
         return self._packed[id(kernels)]
 

@@ -280,11 +280,15 @@ def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
 
 def _keeps_modules(model: LoadedModel, kernels: LayerKernels) -> bool:
     """Return whether a model with linear or latent attention runs on transformers' layers, not on fused ones: if it is
-    divided over ranks, or if packed products of the CPU make these layers faster.
+    divided over ranks, or if it has experts and the CPU has packed products, which fused experts do not use.
     """
-    is_packed = isinstance(kernels, CpuLayers) and model.dtype == torch.bfloat16 and has_packed_linear(kernels.library)
     family = describe(model.module)
-    return (is_packed or not model.is_whole) and family is not None and has_mixers(model.module, family)
+    if family is None or not has_mixers(model.module, family):
+        return False
+    is_packed = isinstance(kernels, CpuLayers) and model.dtype == torch.bfloat16 and has_packed_linear(kernels.library)
+    layers = own_layers(cast(Any, model.module).model.layers)
+    has_experts = any(hasattr(getattr(layer, family.mlp), "experts") for layer in layers)
+    return not model.is_whole or (is_packed and has_experts)
 
 
 def _hold_layers(module: nn.Module, offload: WeightOffload, kernels: LayerKernels) -> None:

@@ -30,7 +30,7 @@ from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of
-from baton_serve.engine.model.fused_layers import Layer, ResidualSum, pack_layers, packed_linear
+from baton_serve.engine.model.fused_layers import Layer, ResidualSum, pack_layers, packed_head
 from baton_serve.engine.model.fused_mixers import (
     MixerStep,
     MixerTools,
@@ -70,7 +70,7 @@ class FusedForward:
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         self._is_last = model.stage.is_last
         # Without a head this is a later stage of a pipeline, which never computes logits.
-        self._head = packed_linear(module.lm_head, kernels) if model.stage.is_first else None
+        self._head = packed_head(module, kernels) if model.stage.is_first else None
         self._final_norm = family.norm_of(module.model.norm)
         last_norm = self._final_norm if self._is_last else None
         self._offload = model.offload

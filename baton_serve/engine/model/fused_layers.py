@@ -18,6 +18,7 @@ from baton_serve.engine.model.fused_mixers import (
     MixerTools,
     TokenMixer,
     can_pack_mixer,
+    in_kernel_order,
     is_mixer,
     pack_mixer,
     packed_parts,
@@ -148,7 +149,7 @@ def _pack_layer(
     attention, mlp, kernels = family.attention_of(layer), getattr(layer, family.mlp), tools.layers
     packed = pack_mixer(attention, tools)
     if packed is not None:
-        qkv = packed.first
+        qkv = packed.first  # in the order of the kernels already
     elif hasattr(attention, "qkv_proj"):
         qkv = packed_linear(attention.qkv_proj, kernels)
     else:
@@ -194,7 +195,7 @@ def _pack_shared(mlp: Any, kernels: LayerKernels) -> SharedExpert | None:
 
 def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
     """Join the weights of several linear layers along their outputs. The layers' own weights become views of the
-    result, so that nothing is stored twice.
+    result, so that nothing is stored twice, or are freed if `kernels` read the result in an order of their own.
     """
     quantized = [part for part in cast(list[nn.Module], parts) if isinstance(part, QuantizedLinear)]
     if quantized:
@@ -205,11 +206,21 @@ def _packed(parts: list[nn.Linear], kernels: LayerKernels) -> Linear:
     sizes = [part.weight.shape[0] for part in parts]
     for part, rows in zip(parts, torch.split(weight, sizes), strict=True):
         part.weight.data = rows
-    return Linear(weight, bias)
+    return in_kernel_order(Linear(weight, bias), parts, kernels)
 
 
-def packed_linear(module: nn.Linear | QuantizedLinear, kernels: LayerKernels) -> Linear:
-    """Return the weight and bias of a module as kernels read them. Quantized weights are prepared for `kernels`."""
+def packed_head(module: Any, kernels: LayerKernels) -> Linear:
+    """Return the output head of a transformers model in the form that `kernels` read."""
+    # A tied weight is also the embedding's table, which is still needed.
+    is_tied = module.lm_head.weight is getattr(module.model.embed_tokens, "weight", None)
+    return packed_linear(module.lm_head, kernels, is_shared=is_tied)
+
+
+def packed_linear(module: nn.Linear | QuantizedLinear, kernels: LayerKernels, *, is_shared: bool = False) -> Linear:
+    """Return the weight and bias of a module in the form that `kernels` read. If that is another one than the module's,
+    the module loses its weight, unless another module shares it.
+    """
     if isinstance(module, QuantizedLinear):
         install(module, kernels)
-    return Linear(module.weight, module.bias)
+        return Linear(module.weight, module.bias)
+    return in_kernel_order(Linear(module.weight.data, module.bias), () if is_shared else (module,), kernels)

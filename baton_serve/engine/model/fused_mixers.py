@@ -5,7 +5,7 @@ All products of a mixer that read its input are one, whose rows are put into the
 outputs. A mixer takes the outputs of that product, and returns the input of the layer's output product.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -232,7 +232,7 @@ def _gated_delta(module: Module, tools: MixerTools) -> PackedMixer:
     )
     if hasattr(module, "in_proj_qkv"):
         parts = [module.in_proj_qkv, module.in_proj_z, module.in_proj_b, module.in_proj_a]
-        return PackedMixer(_joined(parts, None), mixer, module.out_proj)
+        return PackedMixer(_joined(parts, None, tools.layers), mixer, module.out_proj)
     # Qwen3-Next has the rows of query, key, values and gates of one key head side by side.
     group, keys = heads // key_heads, module.head_k_dim
     values = group * module.head_v_dim
@@ -244,7 +244,7 @@ def _gated_delta(module: Module, tools: MixerTools) -> PackedMixer:
     order = torch.cat(
         [*(part.flatten() for part in rows), *(part.flatten() + 2 * len(rows[0]) * (keys + values) for part in gates)]
     )
-    return PackedMixer(_joined([module.in_proj_qkvz, module.in_proj_ba], order), mixer, module.out_proj)
+    return PackedMixer(_joined([module.in_proj_qkvz, module.in_proj_ba], order, tools.layers), mixer, module.out_proj)
 
 
 def _gated_attention(module: Module, tools: MixerTools) -> PackedMixer:
@@ -261,7 +261,9 @@ def _gated_attention(module: Module, tools: MixerTools) -> PackedMixer:
     both = torch.arange(2 * heads * size).view(heads, 2, size)
     rest = torch.arange(2 * kv_heads * size) + 2 * heads * size
     order = torch.cat([both[:, 0].flatten(), rest, both[:, 1].flatten()])
-    return PackedMixer(_joined([module.q_proj, module.k_proj, module.v_proj], order), mixer, module.o_proj)
+    return PackedMixer(
+        _joined([module.q_proj, module.k_proj, module.v_proj], order, tools.layers), mixer, module.o_proj
+    )
 
 
 def _latent_attention(module: Module, tools: MixerTools) -> PackedMixer:
@@ -278,12 +280,16 @@ def _latent_attention(module: Module, tools: MixerTools) -> PackedMixer:
         values.transpose(1, 2),
         norm=_plain_norm(module.kv_a_layernorm),
         query_norm=_plain_norm(module.q_a_layernorm) if has_two else None,
-        query=Linear(module.q_b_proj.weight.data, _bias(module.q_b_proj)) if has_two else None,
+        query=in_kernel_order(
+            Linear(module.q_b_proj.weight.data, _bias(module.q_b_proj)), [module.q_b_proj], tools.layers
+        )
+        if has_two
+        else None,
         is_interleaved=is_complex or bool(module.config.rope_interleave),
         keeps_order=is_complex,
     )
     asking = module.q_a_proj if has_two else module.q_proj
-    return PackedMixer(_joined([asking, module.kv_a_proj_with_mqa], None), mixer, module.o_proj)
+    return PackedMixer(_joined([asking, module.kv_a_proj_with_mqa], None, tools.layers), mixer, module.o_proj)
 
 
 def _plain_norm(module: Module) -> Norm:
@@ -294,9 +300,9 @@ def _bias(module: nn.Linear) -> Tensor | None:
     return None if module.bias is None else module.bias.data
 
 
-def _joined(parts: list[nn.Linear], order: Tensor | None) -> Linear:
-    """Join the weights of some linear layers along their outputs, with the rows in `order`. With `order` None the
-    layers' weights become views of the result; otherwise they are freed.
+def _joined(parts: list[nn.Linear], order: Tensor | None, kernels: LayerKernels) -> Linear:
+    """Join the weights of some linear layers along their outputs, with the rows in `order`. The layers' weights become
+    views of the result if `order` is None and `kernels` read the rows in this order; otherwise they are freed.
     """
     weight = torch.cat([part.weight.data for part in parts])
     bias: Tensor | None = None
@@ -309,11 +315,26 @@ def _joined(parts: list[nn.Linear], order: Tensor | None) -> Linear:
         # With views, the modules can still compute, and each weight is in memory once.
         for part, rows in zip(parts, torch.split(weight, [part.out_features for part in parts]), strict=True):
             part.weight.data = rows
-        return Linear(weight, bias)
-    for part in parts:  # their memory is freed
-        part.weight.data = part.weight.data.new_empty(0)
+        return in_kernel_order(Linear(weight, bias), parts, kernels)
+    _free(parts)
     order = order.to(weight.device)
-    return Linear(weight[order], None if bias is None else bias[order])
+    return in_kernel_order(Linear(weight[order], None if bias is None else bias[order]), [], kernels)
+
+
+def in_kernel_order(product: Linear, parts: Iterable[nn.Linear], kernels: LayerKernels) -> Linear:
+    """Return a linear layer with its weight, a plain tensor, in the form that `kernels` read fastest. If that is
+    another one, the weights of `parts`, modules that have the same memory, are freed.
+    """
+    assert isinstance(product.weight, Tensor)
+    packed = kernels.pack(product.weight)
+    if packed is not product.weight:
+        _free(parts)
+    return Linear(packed, product.bias)
+
+
+def _free(parts: Iterable[nn.Linear]) -> None:
+    for part in parts:
+        part.weight.data = part.weight.data.new_empty(0)
 
 
 _MIXERS: dict[str, Callable[[Module, MixerTools], PackedMixer]] = {

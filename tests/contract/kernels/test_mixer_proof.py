@@ -4,12 +4,15 @@ import logging
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels import DeltaHeads, PackedSequences
-from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers
+from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.mixers import CpuMixers
+from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers, mixer_operations
 from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes, StateSpaceShapes
-from baton_serve.engine.kernels.proof import TWIN, KernelCandidate
+from baton_serve.engine.kernels.proof import TWIN, KernelCandidate, difference
 from baton_serve.engine.kernels.proved import KernelCandidates, ProvedKernels, prove_kernels
 from baton_serve.engine.kernels.reference import mixers as twin
 from baton_serve.engine.kernels.triton import mixers as triton_mixers
@@ -72,6 +75,31 @@ def test_a_wrong_delta_rule_is_named_and_its_twin_serves(caplog: pytest.LogCaptu
     assert "the kernel for delta rule of given is wrong on this device" in caplog.text and TWIN in caplog.text
     assert isinstance(kernels.mixers, ComposedMixers)
     assert kernels.mixers.delta_rules is twin and isinstance(kernels.mixers.convolutions, Perturbed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "shapes", [(7, 14, 128, 128, 4), (1, 2, 16, 24, 4), (2, 6, 20, 72, 3)], ids=lambda sizes: "x".join(map(str, sizes))
+)
+def test_cpu_mixers_are_right_for_steps_and_prompts(
+    dtype: torch.dtype, shapes: tuple[int, int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        mixers: MixerKernels = CpuMixers(load_kernels())
+    except KernelsUnavailableError as error:
+        pytest.skip(str(error))
+    given = replace(SHAPES, dtype=dtype, mixers=MixerShapes(*shapes))
+    cpu = torch.device("cpu")
+    operations = mixer_operations(given, cpu)
+    expected = [operation.run(twin) for operation in operations]
+    # The twins are not called: everything is computed in C++.
+    for name in ("convolve", "delta_rule", "gated_norm", "sigmoid_gate"):
+        monkeypatch.delattr(twin, name)
+    for operation, results in zip(operations, expected, strict=True):
+        found = operation.run(mixers)
+        assert results is not None and found is not None
+        largest = max(difference(*pair) for pair in zip(found, results, strict=True))
+        assert largest <= operation.tolerance, (operation.name, operation.shape)
 
 
 def test_models_without_mixers_prove_none() -> None:

@@ -10,7 +10,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.linear import Matrix, PackedLinear, can_pack, embed, has_packed_linear, pack_codes
+from baton_serve.engine.kernels.cpu.linear import (
+    Matrix,
+    PackedLinear,
+    can_pack,
+    embed,
+    has_packed_linear,
+    pack,
+    pack_codes,
+)
 from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
@@ -21,7 +29,7 @@ DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KV_CODES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2, torch.int8: 3}
 """Numbers of the dtypes of caches with one byte for each element."""
 
-SILU, GELU_TANH = 0, 1
+SILU, GELU_TANH, SIGMOID = 0, 1, 2
 """Numbers of the activations of gates in the C++ sources."""
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
@@ -45,6 +53,17 @@ class _GateArguments(ctypes.Structure):
         *((name, _POINTER) for name in ("gate", "up", "output")),
         *((name, _LONG) for name in ("gate_stride", "up_stride", "num_rows")),
         *((name, _INT) for name in ("size", "dtype", "num_threads", "activation")),
+    )
+
+
+class _GatedNormArguments(ctypes.Structure):
+    """Mirrors the C struct `GatedNormArguments` of src/arguments.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("input", "gate", "weight", "output")),
+        *((name, _LONG) for name in ("input_stride", "gate_stride", "num_rows")),
+        *((name, _INT) for name in ("num_heads", "size", "dtype", "num_threads")),
+        ("epsilon", _FLOAT),
     )
 
 
@@ -140,6 +159,67 @@ class KvStore:
         return bool(self._function(arguments) == 0)
 
 
+class GateKernel:
+    """Calls the C++ functions that multiply rows by an activation of a gate. `library` is the result of
+    `load_kernels`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._gate = library.baton_gate
+        self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
+        self._gated_norm = library.baton_gated_norm
+        self._gated_norm.argtypes = [ctypes.POINTER(_GatedNormArguments)]
+
+    def __call__(self, gate: Tensor, up: Tensor, activation: int) -> Tensor | None:
+        """Return activation(gate) * up, both [rows, width], or None if the library does not support their dtypes.
+        `activation` is the number that the C++ sources give it.
+        """
+        dtype = DTYPE_CODES.get(gate.dtype)
+        if dtype is None or gate.dtype != up.dtype:
+            return None
+        gate, up = _as_rows(gate), _as_rows(up)
+        output = torch.empty(gate.shape, dtype=gate.dtype)
+        arguments = _GateArguments(
+            gate=gate.data_ptr(),
+            up=up.data_ptr(),
+            output=output.data_ptr(),
+            gate_stride=gate.stride(0),
+            up_stride=up.stride(0),
+            num_rows=gate.shape[0],
+            size=gate.shape[1],
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            activation=activation,
+        )
+        return output if self._gate(arguments) == 0 else None
+
+    def gated_norm(self, x: Tensor, gate: Tensor, norm: Norm) -> Tensor | None:
+        """Return the RMSNorm of x times silu(gate), as `MixerKernels.gated_norm` specifies, or None if the library does
+        not support these tensors.
+        """
+        dtype = DTYPE_CODES.get(x.dtype)
+        if dtype is None or {gate.dtype, norm.weight.dtype} != {x.dtype} or norm_kind(norm) != 0:
+            return None
+        num_rows, num_heads, size = x.shape
+        rows, gates = _as_rows(x.reshape(num_rows, -1)), _as_rows(gate.reshape(num_rows, -1))
+        output = torch.empty(x.shape, dtype=x.dtype)
+        arguments = _GatedNormArguments(
+            input=rows.data_ptr(),
+            gate=gates.data_ptr(),
+            weight=norm.weight.data_ptr(),
+            output=output.data_ptr(),
+            input_stride=rows.stride(0),
+            gate_stride=gates.stride(0),
+            num_rows=num_rows,
+            num_heads=num_heads,
+            size=size,
+            dtype=dtype,
+            num_threads=torch.get_num_threads(),
+            epsilon=norm.eps,
+        )
+        return output if self._gated_norm(arguments) == 0 else None
+
+
 class CpuLayers:
     """Implements `LayerKernels` by C++ kernels. `library` is the result of `load_kernels`; `dtype` is that of the
     model's activations. Plain torch computes what the library does not support.
@@ -152,10 +232,13 @@ class CpuLayers:
         self._store = KvStore(library)
         self._norm = library.baton_norm
         self._norm.argtypes = [ctypes.POINTER(_NormArguments)]
-        self._gate = library.baton_gate
-        self._gate.argtypes = [ctypes.POINTER(_GateArguments)]
+        self._gate = GateKernel(library)
 
-    def pack(self, weight: QuantizedWeight) -> Weight:
+    def pack(self, weight: Tensor | QuantizedWeight) -> Weight:
+        if isinstance(weight, Tensor):
+            # torch multiplies a few rows by a bf16 matrix several times more slowly than memory delivers the matrix.
+            is_packed = self._can_pack and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
+            return pack(self.library, [weight], None) if is_packed else weight
         return pack_codes(self.library, [weight], None) if self._can_pack and can_pack(weight) else weight
 
     def embed(self, token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -253,25 +336,9 @@ class CpuLayers:
         """Return activation(gate) * up of `gate_up` [..., 2 * width], or None if the library does not support its
         dtype. `activation` is the number that the C++ sources give it.
         """
-        dtype, width = DTYPE_CODES.get(gate_up.dtype), gate_up.shape[-1] // 2
-        if dtype is None:
-            return None
-        rows = _as_rows(gate_up)
-        output = torch.empty((*gate_up.shape[:-1], width), dtype=gate_up.dtype)
-        gate, stride = rows.data_ptr(), rows.stride(0)
-        arguments = _GateArguments(
-            gate=gate,
-            up=gate + width * gate_up.element_size(),
-            output=output.data_ptr(),
-            gate_stride=stride,
-            up_stride=stride,
-            num_rows=rows.shape[0],
-            size=width,
-            dtype=dtype,
-            num_threads=torch.get_num_threads(),
-            activation=activation,
-        )
-        return output if self._gate(arguments) == 0 else None
+        rows, width = _as_rows(gate_up), gate_up.shape[-1] // 2
+        output = self._gate(rows[:, :width], rows[:, width:], activation)
+        return None if output is None else output.view(*gate_up.shape[:-1], width)
 
     def gated_linear(self, x: Activations, gate_up: Linear, then: Weight) -> Activations:
         return self.silu_mul(self.linear(x, gate_up.weight, gate_up.bias))

@@ -1,10 +1,12 @@
-"""Calls the C++ steps of recurrent layers: one token for each of many sequences, whose states lie in batch slots.
+"""Calls the C++ kernels of recurrent layers, for many sequences whose states lie in batch slots: steps of one token,
+and prompts of the gated delta rule and of short convolutions.
 
 Each state is read and written once and in place. transformers' functions copy the states several times. Inputs that the
 library does not support return None, and the caller uses transformers' function.
 """
 
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES
+from baton_serve.engine.kernels.mixers import DeltaHeads, PackedSequences
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 MIN_PARALLEL_ELEMENTS = 1 << 16
@@ -27,6 +30,17 @@ class _DeltaArguments(ctypes.Structure):
         *((name, _INT) for name in ("num_heads", "num_key_heads", "key_size", "value_size", "dtype", "num_threads")),
         *((name, _INT) for name in ("has_channel_decay", "normalizes")),
         ("scale", _FLOAT),
+    )
+
+
+class _DeltaPromptArguments(ctypes.Structure):
+    """Mirrors the C struct `DeltaPromptArguments` of src/arguments.h, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("qkv", "beta", "step", "log_rate", "step_bias", "states", "starts", "slots")),
+        ("output", _POINTER),
+        *((name, _LONG) for name in ("qkv_stride", "beta_stride", "step_stride", "state_stride", "num_seqs")),
+        *((name, _INT) for name in ("num_heads", "num_key_heads", "key_size", "value_size", "dtype", "num_threads")),
     )
 
 
@@ -46,7 +60,7 @@ class _ConvolutionArguments(ctypes.Structure):
     """Mirrors the C struct `ConvolutionArguments` of src/arguments.h, field by field."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("input", "weight", "bias", "states", "slots", "output")),
+        *((name, _POINTER) for name in ("input", "weight", "bias", "states", "starts", "slots", "output")),
         *((name, _LONG) for name in ("input_stride", "state_stride", "num_seqs")),
         *((name, _INT) for name in ("num_channels", "taps", "dtype", "num_threads", "has_silu")),
     )
@@ -77,8 +91,8 @@ class SlotState:
 
 
 class CpuRecurrentSteps:
-    """Computes layers with recurrent states for one token of each sequence in C++, and updates the states in their
-    slots. `library` is the result of `load_kernels`.
+    """Computes layers with recurrent states in C++, and updates the states in their slots. `library` is the result of
+    `load_kernels`.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -86,7 +100,9 @@ class CpuRecurrentSteps:
         self._delta.argtypes = [ctypes.POINTER(_DeltaArguments)]
         self._state_space = library.baton_state_space_step
         self._state_space.argtypes = [ctypes.POINTER(_StateSpaceArguments)]
-        self._convolution = library.baton_convolution_step
+        self._delta_prompt = library.baton_delta_prompt
+        self._delta_prompt.argtypes = [ctypes.POINTER(_DeltaPromptArguments)]
+        self._convolution = library.baton_convolution
         self._convolution.argtypes = [ctypes.POINTER(_ConvolutionArguments)]
 
     def delta_rule(
@@ -132,6 +148,40 @@ class CpuRecurrentSteps:
         )
         return output if self._delta(arguments) == 0 else None
 
+    def packed_delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor | None:
+        """Compute the gated delta rule as `MixerKernels.delta_rule` specifies, and update `states`. Return None, with
+        nothing done, if the dtypes are not supported.
+        """
+        dtype = DTYPE_CODES.get(heads.qkv.dtype)
+        if dtype is None or {heads.beta.dtype, heads.step.dtype} != {heads.qkv.dtype} or not _is_state(states):
+            return None
+        qkv, beta, step = (_rows(one) for one in (heads.qkv, heads.beta, heads.step))
+        log_rate, step_bias = heads.log_rate.float().contiguous(), heads.step_bias.float().contiguous()
+        output = _new_rows(sequences, (len(qkv), heads.num_heads, heads.value_size), qkv.dtype)
+        arguments = _DeltaPromptArguments(
+            qkv=qkv.data_ptr(),
+            beta=beta.data_ptr(),
+            step=step.data_ptr(),
+            log_rate=log_rate.data_ptr(),
+            step_bias=step_bias.data_ptr(),
+            states=states.data_ptr(),
+            starts=sequences.starts.data_ptr(),
+            slots=sequences.slots.data_ptr(),
+            output=output.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            beta_stride=beta.stride(0),
+            step_stride=step.stride(0),
+            state_stride=states.stride(0),
+            num_seqs=len(sequences.slots),
+            num_heads=heads.num_heads,
+            num_key_heads=heads.num_key_heads,
+            key_size=heads.key_size,
+            value_size=heads.value_size,
+            dtype=dtype,
+            num_threads=_num_threads(len(qkv) * states[0].numel()),
+        )
+        return output if self._delta_prompt(arguments) == 0 else None
+
     def state_space(
         self, x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor, state: SlotState
     ) -> Tensor | None:
@@ -174,34 +224,42 @@ class CpuRecurrentSteps:
         return output if self._state_space(arguments) == 0 else None
 
     def convolution(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, state: SlotState, *, has_silu: bool
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        state: SlotState,
+        *,
+        has_silu: bool,
+        sequences: PackedSequences | None = None,
     ) -> Tensor | None:
-        """Compute a causal convolution of each channel for one new token, `x` [num_seqs, num_channels], and return the
-        same shape. Return None, with nothing done, if the dtypes are not supported.
+        """Compute a causal convolution of each channel for new tokens, `x` [num_tokens, num_channels], and return the
+        same shape. Return None, with nothing done, if the dtypes or sizes are not supported.
 
-        `weight` is [num_channels, taps]. `state`, which is updated, holds the last `taps` inputs.
+        `weight` is [num_channels, taps]. `state`, which is updated, holds the last `taps` inputs. With `sequences` None
+        each sequence has one token.
         """
         dtype = DTYPE_CODES.get(x.dtype)
         parts = [x, weight, state.states] if bias is None else [x, weight, state.states, bias]
         if dtype is None or {part.dtype for part in parts} != {x.dtype} or weight.shape != state.states.shape[1:]:
             return None
-        rows = x if x.stride(1) == 1 else x.contiguous()
-        weight = weight.contiguous()
-        output = torch.empty(x.shape, dtype=x.dtype)
+        rows, weight = _rows(x), weight.contiguous()
+        output = torch.empty(x.shape, dtype=x.dtype) if sequences is None else _new_rows(sequences, x.shape, x.dtype)
         arguments = _ConvolutionArguments(
             input=rows.data_ptr(),
             weight=weight.data_ptr(),
             bias=None if bias is None else bias.data_ptr(),
             states=state.states.data_ptr(),
+            starts=None if sequences is None else sequences.starts.data_ptr(),
             slots=state.slots.data_ptr(),
             output=output.data_ptr(),
             input_stride=rows.stride(0),
             state_stride=state.states.stride(0),
-            num_seqs=x.shape[0],
+            num_seqs=len(state.slots),
             num_channels=x.shape[1],
             taps=weight.shape[1],
             dtype=dtype,
-            num_threads=_num_threads(x.shape[0] * state.states[0].numel()),
+            num_threads=_num_threads(x.numel() * weight.shape[1]),
             has_silu=has_silu,
         )
         return output if self._convolution(arguments) == 0 else None
@@ -217,6 +275,25 @@ def _heads(x: Tensor) -> Tensor:
     It is copied only if its strides require it.
     """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return `x` [rows, size] so that rows are contiguous. It is copied only if its strides require it."""
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _is_state(states: Tensor) -> bool:
+    """Return whether `states` [num_slots, ...] are float32, and each slot's state is contiguous."""
+    return states.dtype == torch.float32 and states[0].is_contiguous()
+
+
+def _new_rows(sequences: PackedSequences, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return memory for results of all rows of a step. Rows that belong to no sequence are zeros, all others are not
+    initialized.
+    """
+    output = torch.empty(tuple(shape), dtype=dtype)
+    output[int(sequences.starts[-1]) :] = 0
+    return output
 
 
 def _num_threads(elements: int) -> int:

@@ -33,8 +33,8 @@ __all__ = [
 ]
 
 
-def pack(weight: QuantizedWeight) -> Weight:
-    """Return a quantized weight unchanged: plain torch reads the codes in their own order."""
+def pack(weight: Tensor | QuantizedWeight) -> Weight:
+    """Return a weight unchanged: plain torch reads numbers and codes in their own order."""
     return weight
 
 

@@ -18,8 +18,8 @@ from baton_serve.engine.kernels.triton.quant.digits import digit_product
 from baton_serve.engine.kernels.triton.tiles import row_tiles
 
 
-def pack(weight: QuantizedWeight) -> Weight:
-    """Return a quantized weight unchanged: the Triton kernels read the codes in their own order."""
+def pack(weight: Tensor | QuantizedWeight) -> Weight:
+    """Return a weight unchanged: the Triton kernels read numbers and codes in their own order."""
     return weight
 
 

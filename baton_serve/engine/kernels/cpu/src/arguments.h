@@ -23,6 +23,14 @@ struct GateArguments {
   int32_t size, dtype, num_threads, activation;  // activation: see rows.h
 };
 
+struct GatedNormArguments {
+  const void *input, *gate, *weight;  // rows [num_heads, size]; weight [size], as of norm kind 0
+  void* output;                       // contiguous
+  int64_t input_stride, gate_stride, num_rows;
+  int32_t num_heads, size, dtype, num_threads;
+  float epsilon;
+};
+
 struct StoreArguments {
   void* query;            // rotated in place; null: only K and V are stored
   const void *key, *value;
@@ -71,6 +79,20 @@ struct DeltaArguments {
   float scale;                            // of the query
 };
 
+// The delta rule for any number of tokens of each sequence, from what a layer's projections give. Rows lie one after
+// another: those of sequence i are [starts[i], starts[i + 1]). A negative slot has no state, and its rows are set to 0.
+struct DeltaPromptArguments {
+  const void* qkv;          // [num_tokens, 2 * num_key_heads * key_size + num_heads * value_size]
+  const void *beta, *step;  // [num_tokens, num_heads]: before the sigmoid; before bias and softplus
+  const float *log_rate, *step_bias;  // [num_heads]
+  float* states;                      // [num_heads, key_size, value_size] of each slot
+  const int32_t* starts;
+  const int64_t* slots;
+  void* output;  // [num_tokens, num_heads, value_size], contiguous
+  int64_t qkv_stride, beta_stride, step_stride, state_stride, num_seqs;
+  int32_t num_heads, num_key_heads, key_size, value_size, dtype, num_threads;
+};
+
 struct StateSpaceArguments {
   const void *input, *input_map, *output_map;  // x [num_seqs, num_heads, head_dim]; B and C [num_seqs, num_groups, state_size]
   const float *step, *decay;     // dt and exp(dt * A), [num_seqs, num_heads]
@@ -83,8 +105,9 @@ struct StateSpaceArguments {
 };
 
 struct ConvolutionArguments {
-  const void *input, *weight, *bias;  // [num_seqs, num_channels], [num_channels, taps], [num_channels] or null
+  const void *input, *weight, *bias;  // [num_tokens, num_channels], [num_channels, taps], [num_channels] or null
   void* states;                       // [num_channels, taps], of the input's dtype
+  const int32_t* starts;              // rows as in DeltaPromptArguments; null: one of each sequence
   const int64_t* slots;
   void* output;
   int64_t input_stride, state_stride, num_seqs;
@@ -94,10 +117,12 @@ struct ConvolutionArguments {
 // 0: done; 1: this build has no code for the dtype; 2: out of memory (attention alone).
 int baton_norm(const NormArguments*);
 int baton_gate(const GateArguments*);
+int baton_gated_norm(const GatedNormArguments*);
 int baton_store(const StoreArguments*);
 int baton_attend(const AttendArguments*);
 int baton_delta_step(const DeltaArguments*);
+int baton_delta_prompt(const DeltaPromptArguments*);
 int baton_state_space_step(const StateSpaceArguments*);
-int baton_convolution_step(const ConvolutionArguments*);
+int baton_convolution(const ConvolutionArguments*);
 
 }  // extern "C"

@@ -78,7 +78,29 @@ int baton_gate(const GateArguments* a) {
         const vf x = load_elements(gate + i, n - i);
         vf e = vf{} - gate_argument(x, a->activation);
         e = exponential<T>(e > splat(80.f) ? splat(80.f) : e);
-        store_elements(output + i, rounded<T>(x / (1.f + e)) * load_elements(up + i, n - i), n - i);
+        const vf top = a->activation == SIGMOID ? splat(1.f) : x;
+        store_elements(output + i, rounded<T>(top / (1.f + e)) * load_elements(up + i, n - i), n - i);
+      }
+    });
+  });
+}
+
+// The norm's result is rounded before it is multiplied by silu(gate), as the twin does.
+int baton_gated_norm(const GatedNormArguments* a) {
+  return with_dtype(a->dtype, [a](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    const int n = a->size;
+    for_rows(a->num_rows, (int64_t)a->num_heads * n, a->num_threads, [=](int64_t row) {
+      const T* input = (const T*)a->input + row * a->input_stride;
+      const T* gate = (const T*)a->gate + row * a->gate_stride;
+      T* output = (T*)a->output + row * a->num_heads * n;
+      for (int h = 0; h < a->num_heads; h++, input += n, gate += n, output += n) {
+        norm_row(input, (const T*)a->weight, (const T*)nullptr, output, n, a->epsilon, RMS);
+        for (int i = 0; i < n; i += W) {
+          const vf x = load_elements(gate + i, n - i), minus = vf{} - x;
+          const vf e = exp_accurate(minus > splat(80.f) ? splat(80.f) : minus);
+          store_elements(output + i, load_elements(output + i, n - i) * (x / (1.f + e)), n - i);
+        }
       }
     });
   });

@@ -24,7 +24,7 @@ enum NormKind : int32_t {
   CENTERED = 2,  // LayerNorm: mean and variance, rounded once
 };
 
-enum Activation : int32_t { SILU = 0, GELU_TANH = 1 };
+enum Activation : int32_t { SILU = 0, GELU_TANH = 1, SIGMOID = 2 };
 
 // What a gate's sigmoid is of: x * sigmoid(argument) is the activation. GELU's tanh(y) is 2 * sigmoid(2 y) - 1.
 inline vf gate_argument(vf x, int32_t activation) {
