@@ -3,6 +3,7 @@
 Blocks are freed only when the fetch is over: until then a copy may write to them.
 """
 
+import asyncio
 import logging
 import time
 from functools import partial
@@ -11,7 +12,14 @@ from typing import Literal
 from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
 from baton_serve.contracts.messages import Decode, Generate, Ticket, Work
 from baton_serve.kvtransfer import Translation
-from baton_serve.kvtransfer.errors import Corrupt, LocalTransferError, PeerLost, RemoteTransferError, TransferTimeout
+from baton_serve.kvtransfer.errors import (
+    Corrupt,
+    LocalTransferError,
+    PeerLost,
+    RemoteTransferError,
+    SourceFailed,
+    TransferTimeout,
+)
 from baton_serve.services.common.tracing import Attributes
 from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.kv_arrivals import ArrivedBlocks, HandoffAdmission
@@ -35,6 +43,9 @@ logger = logging.getLogger(__name__)
 PEER_FAULTS = (PeerLost, TransferTimeout, Corrupt)
 """Errors that mean that the prefill instance is dead, frozen or broken. An instance that refuses or fails a single
 request is alive and has reported the reason to its router."""
+
+SOURCE_REPORT_S = 1.0
+"""Seconds for which this instance leaves it to a prefill instance that gave a request up to report that."""
 
 
 class DecodeHandler:
@@ -140,6 +151,10 @@ class DecodeHandler:
         except RemoteTransferError as exc:
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
+                if isinstance(exc, SourceFailed):
+                    # The prefill instance reports the cause, such as a broken image, and the router then cancels this
+                    # request. If this report came first, the router would blame this instance and use up a retry.
+                    await asyncio.sleep(SOURCE_REPORT_S)
                 # With `lost` the router chooses another prefill instance for the replay.
                 lost = ticket.source if isinstance(exc, PEER_FAULTS) else None
                 raise RequestFailed("handoff_failed", _error_text(exc), lost=lost) from exc

@@ -16,6 +16,7 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer import Translation
 from baton_serve.kvtransfer.errors import LocalTransferError, PeerLost, SourceFailed
 from baton_serve.services.common.tracing import Span
+from baton_serve.services.decode import handler
 from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
 from baton_serve.services.decode.kv_arrivals import ArrivedBlocks, HandoffAdmission
@@ -330,15 +331,37 @@ def test_blocks_that_arrived_before_a_failure_are_kept_in_the_cache() -> None:
     run(test())
 
 
-def test_a_source_that_gave_up_is_not_lost() -> None:
+def test_a_source_that_gave_up_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handler, "SOURCE_REPORT_S", 0.01)
+
     async def test() -> None:
         b = bench()
         b.serving.on_message(ROUTER, Decode(work(), ticket()))
         await settle()
         b.transfer.fetched.set_exception(SourceFailed("cancelled"))
+        await asyncio.sleep(0.02)
         await settle()
         (failed,) = b.router.answers()
         assert (failed.code, failed.lost) == ("handoff_failed", None)
+        b.check()
+
+    run(test())
+
+
+def test_a_source_that_gave_up_reports_that_itself() -> None:
+    """Before, a broken image counted as a failure of the decode instance, and was computed again."""
+
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        b.transfer.fetched.set_exception(SourceFailed("an image cannot be read"))
+        await settle()
+        assert b.router.answers() == []
+        b.serving.on_message(ROUTER, Cancel(work().request_id))
+        await settle()
+        assert b.router.answers() == []
+        assert b.engine.verbs() == ["reserve", "cancel"]
         b.check()
 
     run(test())
