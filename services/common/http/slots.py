@@ -121,7 +121,7 @@ class Slots:
         return True
 
     def _keep(self, slot: "Slot", num_bytes: int) -> None:
-        """Do for `slot` what `Slot.keeps_response` promises."""
+        """Record the bytes of a response for `slot`, and close connections of slow clients if they are too many."""
         self._kept_bytes += num_bytes - self._kept.get(slot, 0)
         self._kept[slot] = num_bytes
         if not num_bytes:

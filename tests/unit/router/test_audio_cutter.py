@@ -133,7 +133,7 @@ def test_memory_and_time_are_bounded() -> None:
 
 
 def test_a_long_file_is_taken_window_by_window_after_its_memory_was_reserved() -> None:
-    """All windows of two hours in one message held the interpreter's lock, and so the event loop, for half a second."""
+    """One message with two hours held the interpreter's lock, and so stopped the event loop, for half a second."""
     silence = BytesIO()
     soundfile.write(silence, np.zeros(3000 * RATE_HZ, dtype=np.int16), RATE_HZ, format="FLAC")
 

@@ -1,6 +1,7 @@
 """The memory and connections that the images of all requests share in one router process."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from baton_serve.contracts.media import MAX_PROMPT_BYTES
 from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
 from baton_serve.services.router.protocol.image_limits import ImageLimits
+from baton_serve.services.router.text.multimodal import image_files
 from baton_serve.services.router.text.multimodal.image_memory import (
     MAX_LOADS_PER_REQUEST,
     ImageMemory,
@@ -152,3 +154,33 @@ def test_images_within_a_body_reserve_no_more_than_their_size() -> None:
             assert memory.budget.num_free == 2 * len(data_url(A)) - len(A)
 
     asyncio.run(scenario())
+
+
+def test_libraries_are_loaded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first image of a process stopped all streams for 0.2 s, and so did the first broken one and the first URL."""
+    threads: dict[str, list[str]] = {}
+
+    def recorded(name: str) -> None:
+        original = getattr(image_files, name)
+
+        def load() -> Any:
+            threads.setdefault(name, []).append(threading.current_thread().name)
+            return original()
+
+        monkeypatch.setattr(image_files, name, load)
+
+    recorded("_load_pillow")
+    recorded("_import_fetch")
+    monkeypatch.setattr(image_files, "_PILLOW_IS_LOADED", threading.Event())
+
+    async def scenario() -> None:
+        site = SlowSite(A)
+        site.is_open.set()
+        async with site.serving() as url:
+            for address in (data_url(A), data_url(picture(2)), f"{url}/1"):
+                with ImageReservation(ImageMemory(BUDGET)) as reservation:
+                    await load_images([address], limits(), reservation)
+
+    asyncio.run(scenario())
+    assert [len(names) for names in threads.values()] == [1, 1]
+    assert all(name.startswith("images") for names in threads.values() for name in names)
