@@ -82,7 +82,7 @@ class Engine:
         config.check()
         self._profiler = TorchProfiler()
         # The other ranks load at the same time as this one, so they are started first.
-        self._ranks = Ranks(config, on_lost or _ignore_lost_rank, remote)
+        self._ranks = Ranks(config, on_lost, remote)
         try:
             self._load(config, progress or (lambda what, fraction: None))
         except BaseException:
@@ -415,8 +415,3 @@ class Engine:
         self.adapters.check(work)
         if work.sampling.grammar is not None:
             self._masking.prepare(work.sampling.grammar)
-
-
-def _ignore_lost_rank(why: str) -> None:
-    """Do nothing when a rank has exited for the reason `why`, which is in the log already. Used as `on_lost` if the
-    caller of `Engine` passes none."""

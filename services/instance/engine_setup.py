@@ -126,15 +126,17 @@ def build_engine(
     return engine
 
 
-def build_pooling_engine(settings: InstanceSettings, role: Role, kind: ModelKind) -> PoolingEngine:
+def build_pooling_engine(
+    settings: InstanceSettings, role: Role, kind: ModelKind, on_lost: Callable[[str], None]
+) -> PoolingEngine:
     """Load the model and build the engine of a model that computes vectors, such as embeddings. Call it in the engine
-    thread.
+    thread. `on_lost` is called from another thread with the reason if the engine cannot continue.
 
     Raises `engine.errors.EngineError` if the model cannot be loaded.
     """
     _set_threads(settings)
     with ProgressBar() as progress:
-        engine = PoolingEngine(engine_config(settings, role), kind, progress=progress)
+        engine = PoolingEngine(engine_config(settings, role), kind, progress=progress, on_lost=on_lost)
     renice_threads(settings)
     return engine
 

@@ -192,7 +192,7 @@ class ModelParts:
         """Kill the processes of the engine's other ranks (tensor or pipeline parallelism), if there are any. Any thread
         may call it.
         """
-        if isinstance(self.engine, Engine):
+        if isinstance(self.engine, Engine | PoolingEngine):
             self.engine.kill_ranks()
 
     def device(self) -> torch.device:
@@ -326,11 +326,6 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
             lambda: build_engine(settings, role, thread.give_up, weights_version, process.nodes), slicer, watchdog
         )
         return thread
-    if settings.num_devices > 1:
-        raise StartFailed(
-            f"{settings.model} computes vectors (--task {kind}), which is supported on one device only: remove"
-            " --tensor-parallel-size and --pipeline-parallel-size, and start more instances instead"
-        )
     if settings.enable_lora:
         raise StartFailed(
             f"--enable-lora is only supported for models that generate text, and {settings.model} computes vectors"
@@ -340,7 +335,10 @@ def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_ver
             f"{settings.model} computes vectors (--task {kind}), which only prefill and unified instances do:"
             " start a unified instance instead, or set --runner generate"
         )
-    return EngineThread(lambda: build_pooling_engine(settings, role, kind), slicer, watchdog)
+    pooling: EngineThread[PoolingEngine] = EngineThread(
+        lambda: build_pooling_engine(settings, role, kind, pooling.give_up), slicer, watchdog
+    )
+    return pooling
 
 
 def host_settings(settings: TransferSettings) -> TransferSettings:

@@ -15,6 +15,7 @@ from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
+from baton_serve.engine.pooling import loader, rank
 
 
 class _Thread:
@@ -43,11 +44,14 @@ class RemoteThreads:
         self._ranks = ranks
 
     def connect(self) -> Mapping[int, socket.socket]:
-        return {rank: _start(self.folders)[0] for rank in self._ranks}
+        return {number: _start(self._make)[0] for number in self._ranks}
+
+    def _make(self, channel: Any) -> tp_worker.TPWorker:
+        return tp_worker.TPWorker(channel, self.folders)
 
 
-def _start(folders: Mapping[str, str] | None = None) -> tuple[socket.socket, _Thread]:
-    """Start the thread of a rank, and return the connection to it."""
+def _start(make: tp_worker.MakeWorker) -> tuple[socket.socket, _Thread]:
+    """Start the thread of a rank whose worker `make` makes, and return the connection to it."""
     ours, its = socket.socketpair()
 
     def run() -> None:
@@ -55,7 +59,7 @@ def _start(folders: Mapping[str, str] | None = None) -> tuple[socket.socket, _Th
         # The engine is closed, at the end or after an error of its own.
         with suppress(ChannelError):
             try:
-                tp_worker.TPWorker(channel, folders).serve()
+                make(channel).serve()
             except ChannelError:
                 raise
             except EngineError as error:
@@ -78,11 +82,14 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return locked
 
-    def start(number: int) -> Any:
-        connection, thread = _start()
+    def start(number: int, program: str) -> Any:
+        connection, thread = _start(tp_worker.TPWorker if program == ranks.DECODER_RANK else rank.PoolingWorker)
         channel: Any = Channel(connection, CommandAnswer, send_timeout_s=30.0)
         return ranks._Rank(number, thread, channel)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ranks, "_start", start)
     monkeypatch.setattr(engine, "load", one_after_another(load))
     monkeypatch.setattr(tp_worker, "load", one_after_another(load))
+    load_vectors = one_after_another(loader.load_pooling_model)
+    monkeypatch.setattr(loader, "load_pooling_model", load_vectors)
+    monkeypatch.setattr(rank, "load_pooling_model", load_vectors)

@@ -1,6 +1,9 @@
 """Vectors equal those of transformers, one input at a time, and of Sentence Transformers for a real model."""
 
 import functools
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -27,9 +30,14 @@ Vector = NDArray[np.float32]
 
 
 @functools.cache
-def engine_of(folder: Path, task: Task = "auto", max_tokens: int = 64) -> PoolingEngine:
+def engine_of(folder: Path, task: Task = "auto", max_tokens: int = 64, num_ranks: int = 1) -> PoolingEngine:
     config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", max_num_batched_tokens=max_tokens, max_num_seqs=8
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        max_num_batched_tokens=max_tokens,
+        max_num_seqs=8,
+        tensor_parallel_size=num_ranks,
     )
     return PoolingEngine(config, detect_model_kind(folder, task=task))
 
@@ -185,7 +193,7 @@ def test_a_decoder_without_such_words_is_refused(tmp_path: Path) -> None:
 
 def test_what_only_models_that_write_text_have_is_refused(tmp_path: Path) -> None:
     folder = write_pooling_model(tmp_path / "m", "bert")
-    for option in ({"tensor_parallel_size": 2}, {"quantization": "fp8"}):
+    for option in ({"cpu_offload_gb": 1.0}, {"quantization": "fp8"}):
         config = EngineConfig(model=str(folder), device="cpu", **cast(Any, option))
         with pytest.raises(ConfigError, match=next(iter(option))):
             PoolingEngine(config, "embed")
@@ -247,3 +255,50 @@ def test_a_cancelled_request_is_not_computed(tmp_path: Path) -> None:
     assert [output.request_id for output in engine.step().pooled] == ["b"]
     assert not engine.has_work()
     assert engine.stats().queued_tokens == 0
+
+
+@pytest.mark.parametrize("family", ["bert", "xlm-roberta", "modernbert", "qwen3", "llama"])
+def test_vectors_of_two_ranks_equal_transformers(tmp_path: Path, family: str, threaded_ranks: None) -> None:
+    folder = write_pooling_model(tmp_path / family, family)
+    write_modules(folder, "mean_tokens")
+    hidden = hidden_of(folder)
+    engine = engine_of(folder, num_ranks=2)
+    assert_close(vectors_of(engine, INPUTS), [normalized(h.mean(0)) for h in hidden])
+    assert_close(vectors_of(engine, INPUTS, "token_embed", normalize=False), hidden)
+    typed = [PoolingInput(ids, [0, *[1] * (len(ids) - 1)]) for ids in INPUTS]
+    expected = vectors_of(engine_of(folder), typed)
+    assert_close(vectors_of(engine, typed), [torch.from_numpy(vector.copy()) for vector in expected])
+    # Both ranks have a part of each layer: the heads and the width of the MLP.
+    model = engine._model
+    assert len(model.parts.sums) == 4 and model.parts.attention.keys()
+    assert all(2 * model.module.get_submodule(name).weight.shape[1] in (32, 48) for name in model.parts.sums)
+    engine.close()
+
+
+@pytest.mark.parametrize(("family", "kind"), [("bert", "classify"), ("qwen3", "classify"), ("qwen3", "generate")])
+def test_scores_of_two_ranks_equal_those_of_one(tmp_path: Path, family: str, kind: str, threaded_ranks: None) -> None:
+    folder = write_pooling_model(tmp_path / family, family, kind, **({} if kind == "generate" else {"num_labels": 3}))
+    one, two = (engine_of(folder, "classify", num_ranks=size) for size in (1, 2))
+    expected = [torch.from_numpy(vector.copy()) for vector in vectors_of(one, INPUTS, "classify")]
+    assert_close(vectors_of(two, INPUTS, "classify"), expected)
+    two.close()
+
+
+def test_a_rank_that_exits_is_reported(tmp_path: Path) -> None:
+    """The rank is a process, as in the product."""
+    folder = write_pooling_model(tmp_path / "bert", "bert")
+    lost = threading.Event()
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32", tensor_parallel_size=2)
+    engine = PoolingEngine(config, "embed", on_lost=lambda why: lost.set())
+    assert_close(vectors_of(engine, INPUTS[:1]), [normalized(hidden_of(folder, INPUTS[:1])[0][0])])
+    os.kill(engine._ranks._processes[0].pid, signal.SIGKILL)
+    assert lost.wait(30)
+    engine.close()
+
+
+def test_what_ranks_cannot_divide_is_refused_with_the_largest_number(tmp_path: Path, threaded_ranks: None) -> None:
+    folder = write_pooling_model(tmp_path / "bert", "bert")
+    with pytest.raises(ConfigError, match=r"3, which does not divide the attention heads \(4\).* works is 2"):
+        engine_of(folder, num_ranks=3)
+    with pytest.raises(ConfigError, match=r"pipeline_parallel_size is 2.* the largest number that works is 1"):
+        PoolingEngine(EngineConfig(model=str(folder), device="cpu", pipeline_parallel_size=2), "embed")

@@ -1,7 +1,8 @@
 """Divides the attention modules of transformers by heads, from the names and sizes of their linear layers.
 
 Most have a product each for queries, keys and values. Others have one for all, whose outputs lie side by side, or head
-by head; latent attention has a product that makes the keys and values of every head.
+by head; latent attention has a product that makes the keys and values of every head. Encoders such as BERT have
+theirs in modules of their own.
 """
 
 import copy
@@ -19,9 +20,13 @@ OUTPUTS = ("o_proj", "dense", "out_proj", "c_proj")
 """Names of the product after attention."""
 PACKED = ("qkv_proj", "query_key_value", "c_attn")
 """Names of a product that makes queries, keys and values."""
+ENCODER_INPUTS = ("self.query", "self.key", "self.value")
+"""Paths of the products of queries, keys and values in BERT and the encoders that follow it."""
+ENCODER_OUTPUT = "output.dense"
+"""The path of the product after attention, or after an MLP, in these encoders."""
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _KV_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
-_WIDTHS, _KV_WIDTHS = ("embed_dim", "split_size"), ("kv_dim",)
+_WIDTHS, _KV_WIDTHS = ("embed_dim", "split_size", "all_head_size"), ("kv_dim",)
 """Attributes with the number of columns of all heads, and of all KV heads."""
 
 
@@ -76,6 +81,13 @@ def is_turned(linear: Module) -> bool:
     return type(linear).__name__ == "Conv1D"
 
 
+def child(module: Module, path: str) -> Module:
+    """Return the module at `path`, such as "output.dense", below `module`; None if there is none."""
+    for leaf in path.split("."):
+        module = getattr(module, leaf, None)
+    return module
+
+
 def is_linear(module: object) -> bool:
     return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
@@ -87,7 +99,11 @@ def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionPa
     `config` is that of the decoder. If a number of heads is not divisible by the ranks, the ranges are wrong and the
     caller must not use them.
     """
+    if all(is_linear(child(module, path)) for path in (*ENCODER_INPUTS, ENCODER_OUTPUT)):
+        return _encoder(module, config, shard)
     layer = getattr(module, "layer_idx", getattr(module, "layer_id", None))
+    if isinstance(layer, int) and is_linear(getattr(module, "Wqkv", None)) and is_linear(getattr(module, "Wo", None)):
+        return _side_by_side(module, layer, config, shard)
     output = next((leaf for leaf in OUTPUTS if is_linear(getattr(module, leaf, None))), None)
     if not isinstance(layer, int) or output is None:
         return None
@@ -102,6 +118,28 @@ def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionPa
     if is_linear(getattr(module, "q_proj", None)):
         return _separate(module, layer, heads, config, shard, output)
     return None
+
+
+def _encoder(module: Module, config: Module, shard: Shard) -> AttentionParts:
+    """Return a rank's part of the attention of BERT, which has as many key heads as query heads."""
+    total = int(getattr(module.self, "num_attention_heads", None) or config.num_attention_heads)
+    heads = HeadRange(total, shard.part(total))
+    rows = {path: (heads.scaled(output_size(child(module, path))),) for path in ENCODER_INPUTS}
+    # No KV is kept, so the number of the layer does not matter.
+    return AttentionParts(0, heads, heads, rows, ENCODER_OUTPUT)
+
+
+def _side_by_side(module: Module, layer: int, config: Module, shard: Shard) -> AttentionParts:
+    """Return a rank's part of the attention of ModernBERT: one product for the queries, keys and values, in this order,
+    each with as many heads.
+    """
+    total = int(config.num_attention_heads)
+    heads = HeadRange(total, shard.part(total))
+    size = output_size(module.Wqkv) // (3 * total)
+    rows = tuple(
+        slice((start + heads.part.start) * size, (start + heads.part.stop) * size) for start in (0, total, 2 * total)
+    )
+    return AttentionParts(layer, heads, heads, {"Wqkv": rows}, "Wo")
 
 
 def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> AttentionParts | None:
@@ -195,10 +233,12 @@ def narrow_attention(module: Module, parts: AttentionParts) -> None:
     # Slopes of positions (ALiBi) belong to heads by their number among all.
     module.baton_heads = heads
     kinds = ((_HEAD_COUNTS, heads), (_KV_HEAD_COUNTS, kv), (_WIDTHS, heads), (_KV_WIDTHS, kv))
+    # In BERT a module within has the numbers.
+    owner = getattr(module, "self", module)
     for name, own in ((name, own) for names, own in kinds for name in names):
-        if isinstance(whole := getattr(module, name, None), int):
+        if isinstance(whole := getattr(owner, name, None), int):
             # For a number of heads `whole // own.total` is 1; for a number of columns it is the size of a head.
-            setattr(module, name, whole // own.total * own.count)
+            setattr(owner, name, whole // own.total * own.count)
     if parts.blocks:
         module.mp_num = parts.blocks
     if hasattr(module, "num_key_value_groups"):

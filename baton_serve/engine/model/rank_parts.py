@@ -1,4 +1,4 @@
-"""Finds out which part of each weight of a decoder a tensor-parallel rank holds.
+"""Finds out which part of each weight of a decoder or encoder a tensor-parallel rank holds.
 
 The modules of a layer show it: attention is divided by heads, an MLP and every expert by its width, or a mixture by
 whole experts, the head by vocabulary. The last product of each has a part of the inputs, so its outputs are summed over
@@ -20,6 +20,7 @@ from baton_serve.engine.model.attention_parts import (
     AttentionParts,
     HeadRange,
     attention_parts,
+    child,
     input_size,
     is_linear,
     is_turned,
@@ -41,6 +42,8 @@ MLPS = (
     (("up_proj",), "down_proj"),
     (("fc_in",), "fc_out"),
     (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("intermediate.dense",), "output.dense"),
+    (("Wi",), "Wo"),
 )
 """Names of the products of an MLP: first the products that read its input, then the product of its output."""
 HEADS, KV_HEADS = "the attention heads", "the KV heads"
@@ -240,8 +243,8 @@ class _Splitter:
         self.parts.kv_heads[own.layer] = own.kv_heads
         self.parts.attention[name] = own
         for leaf, ranges in own.rows.items():
-            self._cut(f"{name}.{leaf}", getattr(module, leaf), 0, *ranges)
-        last = getattr(module, own.output)
+            self._cut(f"{name}.{leaf}", child(module, leaf), 0, *ranges)
+        last = child(module, own.output)
         self._cut(f"{name}.{own.output}", last, 1, own.heads.scaled(input_size(last)))
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             self.parts.tensors[f"{name}.sinks"] = TensorPart(0, (own.heads.part,))
@@ -267,19 +270,19 @@ class _Splitter:
         whose outputs must be summed; None if the module is not an MLP that can be divided.
         """
         for firsts, last in MLPS:
-            if not all(is_linear(getattr(module, leaf, None)) for leaf in (*firsts, last)):
+            if not all(is_linear(child(module, leaf)) for leaf in (*firsts, last)):
                 continue
-            width = input_size(getattr(module, last))
+            width = input_size(child(module, last))
             # Gate and up may be one product, with the gate's outputs first.
-            outputs = output_size(getattr(module, firsts[0]))
+            outputs = output_size(child(module, firsts[0]))
             # Gemma 3n keeps the gates that are large among all of a token, so it needs them all.
             if outputs not in (width, 2 * width) or getattr(module, "activation_sparsity", 0) != 0:
                 return None
             part = self._width(width)
             ranges = (part,) if outputs == width else (part, _moved(part, width))
             for leaf in firsts:
-                self._cut(f"{name}.{leaf}", getattr(module, leaf), 0, *ranges)
-            self._cut(f"{name}.{last}", getattr(module, last), 1, part)
+                self._cut(f"{name}.{leaf}", child(module, leaf), 0, *ranges)
+            self._cut(f"{name}.{last}", child(module, last), 1, part)
             return last
         return None
 
@@ -346,11 +349,7 @@ def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -
     """Add hooks to the modules that compute only this rank's summand of their output, which sum it over all ranks.
     Raises `UnsupportedModelError` if a norm within attention would need such a sum too.
     """
-    if parts.wide_norms:
-        raise UnsupportedModelError(
-            f"tensor_parallel_size is {parts.shard.size}, but {type(module).__name__} has a norm over all heads"
-            f" ({parts.wide_norms[0]}), which is divided in fused layers only; the largest number that works is 1"
-        )
+    check_norms(type(module).__name__, parts)
 
     def summed(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return collectives.all_reduce(output.contiguous())
@@ -364,6 +363,17 @@ def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -
         if isinstance(layer, ReorderedLinear):
             ((own,),) = (parts.tensors[f"{name}.weight"].ranges,)
             layer.gather = partial(_gathered, own, parts.widths[name], collectives)
+
+
+def check_norms(name: str, parts: RankParts) -> None:
+    """Raise `UnsupportedModelError`, with the model's `name`, if a norm within attention would need a sum over ranks,
+    which layers of transformers do not compute.
+    """
+    if parts.wide_norms:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {parts.shard.size}, but {name} has a norm over all heads"
+            f" ({parts.wide_norms[0]}), which is divided in fused layers only; the largest number that works is 1"
+        )
 
 
 def _gathered(own: slice, width: int, collectives: Collectives, x: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ class LoadRank(msgspec.Struct, frozen=True, tag=True):
     """Number of CPU threads."""
     num_layers: tuple[int, ...]
     """Number of layers of each stage; () for one stage."""
+    kind: Literal["generate", "embed", "classify"] = "generate"
+    """What the model computes."""
 
 
 class ReportMemory(msgspec.Struct, frozen=True, tag=True):
@@ -166,6 +168,16 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
 
 
+class ComputeVectors(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank of a pooling model: compute a batch of inputs. All fields are int64 as raw bytes: the padded
+    inputs, one row for each, the inputs' numbers of tokens, and the token types, padded as the inputs.
+    """
+
+    token_ids: memoryview
+    lengths: memoryview
+    token_types: memoryview | None
+
+
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: copy block `sources[i]` of its KV cache to block `targets[i]`, for each i."""
 
@@ -205,6 +217,7 @@ Command = (
     | StoreLastTokens
     | KeepAdapter
     | DropAdapter
+    | ComputeVectors
     | CopyBlocks
     | ToHost
     | FromHost
@@ -329,6 +342,24 @@ def decode_arrays(command: Replay) -> DecodeArrays:
     """Return the input arrays of the decode step that a `Replay` command describes."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
     return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes, command.adapters)
+
+
+def vectors_command(
+    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], token_types: NDArray[np.int64] | None
+) -> ComputeVectors:
+    """Return the command by which the other ranks compute a batch of inputs of a pooling model. `token_ids` and
+    `token_types` are [num_inputs, longest], padded on the right.
+    """
+    return ComputeVectors(_bytes(token_ids), _bytes(lengths), None if token_types is None else _bytes(token_types))
+
+
+def vectors_arrays(
+    command: ComputeVectors,
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return the padded inputs, their numbers of tokens and their token types that a `ComputeVectors` command has."""
+    lengths = _int64(command.lengths)
+    types = None if command.token_types is None else _int64(command.token_types).reshape(len(lengths), -1)
+    return _int64(command.token_ids).reshape(len(lengths), -1), lengths, types
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import msgspec
 import torch
@@ -66,6 +66,9 @@ SEND_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 """Time in seconds that ranks and libraries have to end by themselves, before the ranks are killed."""
 
+DECODER_RANK, POOLING_RANK = "baton_serve.engine.parallel.tp_worker", "baton_serve.engine.pooling.rank"
+"""Modules that the other ranks run: those of models that generate text, and of pooling models."""
+
 OnLost = Callable[[str], None]
 """Called with a message when a rank has exited, from the watcher's thread."""
 
@@ -108,10 +111,16 @@ class Ranks:
     nothing.
     """
 
-    def __init__(self, config: EngineConfig, on_lost: OnLost, remote: RemoteRanks | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_lost: OnLost | None = None,
+        remote: RemoteRanks | None = None,
+        kind: Literal["generate", "embed", "classify"] = "generate",
+    ) -> None:
         """Start the processes of the other ranks, which begin to load the model. `on_lost` is called with a message
         when a rank has exited unexpectedly: at most once, from another thread. `remote` connects the ranks on other
-        hosts, if there are any.
+        hosts, if there are any. `kind` is what the model computes.
         """
         self.num_ranks, self._ranks_per_node = config.num_ranks, config.ranks_per_node
         self.place: RankPlace = place_of(0, config.tensor_parallel_size, ())
@@ -125,14 +134,15 @@ class Ranks:
         self._copies: dict[int, PartCopies] = {}
         """By rank on another host: access to its part of the blocks in this host's memory."""
         self._unanswered = 0
-        self._on_lost = on_lost
+        self._on_lost = on_lost or _ignore_lost_rank
         self._folder: Path | None = None
         self._is_closing = threading.Event()
         if self.num_ranks == 1:
             return
         if config.nnodes > 1 and remote is None:
             raise ConfigError("nnodes is more than 1, which only baton prefill, decode and unified support")
-        self._ranks = [_start(number) for number in range(1, self._ranks_per_node)]
+        program = DECODER_RANK if kind == "generate" else POOLING_RANK
+        self._ranks = [_start(number, program) for number in range(1, self._ranks_per_node)]
         try:
             self._connect()
             num_layers = self._divide(config)
@@ -142,7 +152,7 @@ class Ranks:
         self.place = place_of(0, config.tensor_parallel_size, num_layers)
         for rank in self._ranks:
             # The ranks begin to load immediately, in parallel with rank 0.
-            self._send([rank], LoadRank(config, rank.number, torch.get_num_threads(), num_layers))
+            self._send([rank], LoadRank(config, rank.number, torch.get_num_threads(), num_layers, kind))
         # Closing the write end wakes the watcher, which otherwise sleeps until a rank exits.
         self._wake, self._woken = os.pipe()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
@@ -190,19 +200,30 @@ class Ranks:
             every = [model.kv_shapes, *(answer.kv_shapes for answer in loaded if isinstance(answer, RankLoaded))]
             # The ranks of a stage have equal shapes, so the first one stands for all.
             shapes = tuple(every[:: self.place.shard.size])
-        self._form(shapes, device)
-        assert self._world is not None
-        self.group = self._world.collectives(maps_memory=self._maps_memory)
-        self.links = self._world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=device))
+        world = self._form(shapes, device)
+        self.links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=device))
+        self._end_forming(device)
+        return replace(model, stage_shapes=shapes)
+
+    def join_pooling_group(self, device: torch.device) -> None:
+        """Wait until all ranks have loaded their parts of a pooling model, and connect the ranks. Raises the error of a
+        rank that failed to load.
+        """
+        if self._ranks:
+            self._collect(LOAD_TIMEOUT_S)
+            self._form((), device)
+            self._end_forming(device)
+
+    def _end_forming(self, device: torch.device) -> None:
+        """Wait until the other ranks have joined the group."""
         self._collect(ANSWER_TIMEOUT_S)
         # All groups are formed. Libraries of devices go on using the store; gloo does not, so that nothing is left
         # behind if this process is killed.
         if devices.is_host(device):
             self._remove_folder()
-        return replace(model, stage_shapes=shapes)
 
-    def _form(self, shapes: tuple[tuple[KVShape, ...], ...], device: torch.device) -> None:
-        """Form the process groups of all ranks, which find each other by a new store."""
+    def _form(self, shapes: tuple[tuple[KVShape, ...], ...], device: torch.device) -> World:
+        """Form the process groups of all ranks, which find each other by a new store, and return them."""
         # Send first: forming the groups waits until every rank has joined.
         if self._remote is not None:
             # Bound to this address alone: whoever reaches the store can disturb the start.
@@ -212,11 +233,13 @@ class Ranks:
                 store = f"tcp://{address}:{listener.getsockname()[1]}"
                 self.send_command(JoinGroup(store, shapes))
                 self._world = World(store, self.place, device, listener)
-            return
-        self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
-        store = str(self._folder / "store")
-        self.send_command(JoinGroup(store, shapes))
-        self._world = World(store, self.place, device)
+        else:
+            self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
+            store = str(self._folder / "store")
+            self.send_command(JoinGroup(store, shapes))
+            self._world = World(store, self.place, device)
+        self.group = self._world.collectives(maps_memory=self._maps_memory)
+        return self._world
 
     def send_command(self, command: Command, *, to_first_stage: bool = False) -> None:
         """Send a command to all other ranks without waiting for its execution. With `to_first_stage`, send it only to
@@ -416,6 +439,11 @@ class Ranks:
                 self.links.abort()
 
 
+def _ignore_lost_rank(why: str) -> None:
+    """Do nothing when a rank has exited for the reason `why`, which is in the log already. Used as `on_lost` if the
+    caller passes none."""
+
+
 def _value(answer: CommandAnswer) -> int:
     """Return the number in a rank's answer; 0 for an answer without one."""
     return answer.value if isinstance(answer, CommandDone) else 0
@@ -427,13 +455,13 @@ def _part(answer: PartBuilt) -> BlockPart:
     return BlockPart(None if answer.layers is None else slice(*answer.layers), heads)
 
 
-def _start(number: int) -> _Rank:
-    """Start the process of the rank `number`, connected by one end of a socket pair, and return it with the channel to
-    it.
+def _start(number: int, program: str) -> _Rank:
+    """Start the process of the rank `number`, which runs the module `program`, connected by one end of a socket pair,
+    and return it with the channel to it.
     """
     ours, its = socket.socketpair()
     # Close this process's copy of the child's end; otherwise the child's exit would not close the connection.
     with its:
-        command = module_command("baton_serve.engine.parallel.tp_worker", str(its.fileno()), str(os.getpid()))
+        command = module_command(program, str(its.fileno()), str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[its.fileno()])
     return _Rank(number, process, Channel(ours, CommandAnswer, send_timeout_s=SEND_TIMEOUT_S))

@@ -63,7 +63,7 @@ class TPExecutor:
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         # The command goes out first, so that all ranks start the step at about the same time.
         self._ranks.send_command(compute_command(arrays))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             for image in arrays.images:
                 self._ranks.group.broadcast(image.features.contiguous())
             return self._own.compute(arrays, after_layer)
@@ -76,25 +76,25 @@ class TPExecutor:
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.send_command(replay_command(arrays))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             return self._own.replay(arrays)
 
     def logits(self, count: int) -> Tensor:
         self._ranks.send_command(GatherLogits(count))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             return self._own.logits(count)
 
     @torch.inference_mode()
     def set_sampled_tokens(self, tokens: Tensor) -> None:
         self._ranks.send_command(SetSampledTokens(len(tokens)))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             self._ranks.group.broadcast(tokens)
             self._own.set_sampled_tokens(tokens)
 
     @torch.inference_mode()
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
         self._ranks.send_command(store_last_tokens_command(slots))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             self._ranks.group.broadcast(tokens)
             self._own.store_last_tokens(tokens, slots)
 
@@ -129,14 +129,14 @@ class PipelineExecutor:
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
         # The command goes out before this stage computes, so that the other stages prepare the step meanwhile.
         self._ranks.send_command(compute_command(arrays))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             self._own.compute(arrays)
         return self._not_yet
 
     @torch.inference_mode()
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:
         self._ranks.send_command(FinishStep(num_rows), to_first_stage=True)
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             return self._forward.finish(num_rows)
 
     @torch.inference_mode()
@@ -236,7 +236,7 @@ def _capturing_here(own: LocalExecutor, capturing: Callable[[], CaptureGraph]) -
 
 
 @contextmanager
-def _run_on_all_ranks() -> Iterator[None]:
+def run_on_all_ranks() -> Iterator[None]:
     """Wrap rank 0's part of a step that the other ranks compute too. Raises `EngineError` if rank 0 runs out of device
     memory in it, since the ranks cannot go on together then.
     """

@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -287,27 +287,36 @@ def failure(error: EngineError) -> CommandFailed:
     return CommandFailed(kind, str(error))
 
 
-def main(arguments: Sequence[str]) -> int:
+class RankWorker(Protocol):
+    """One rank's part of a loaded model."""
+
+    def serve(self) -> None: ...
+
+
+MakeWorker = Callable[[Channel[Command]], RankWorker]
+"""Loads a rank's part of a model, as the first command on the channel says."""
+
+
+def main(arguments: Sequence[str], make: MakeWorker = TPWorker) -> int:
     """Run one rank of an engine in this process, and return its exit status: 0 after rank 0 has closed the channel, 1
-    after an error. `arguments` are the descriptor of the socket to rank 0 and the id of rank 0's process.
+    after an error. `arguments` are the descriptor of the socket to rank 0 and the id of rank 0's process. `make` loads
+    the rank's part.
     """
     descriptor, parent = map(int, arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which ends this process afterwards
     logging.basicConfig(level=logging.WARNING)
     # Start this before anything is loaded: rank 0 may exit during loading.
     threading.Thread(target=end_with, args=(parent,), daemon=True).start()
-    return run_rank(socket.socket(fileno=descriptor))
+    return run_rank(socket.socket(fileno=descriptor), make)
 
 
-def run_rank(connection: socket.socket, folders: Mapping[str, str] | None = None) -> int:
-    """Execute the commands of rank 0 that come through `connection`, and return the exit status: 0 after rank 0 has
-    closed it. For `folders` see `TPWorker`.
+def run_rank(connection: socket.socket, make: MakeWorker) -> int:
+    """Execute the commands of rank 0 that come through `connection` by the worker that `make` returns, and return the
+    exit status: 0 after rank 0 has closed it.
     """
     channel: Channel[Command] = Channel(connection, Command, send_timeout_s=SEND_TIMEOUT_S)
-    worker: TPWorker | None = None
     try:
-        worker = TPWorker(channel, folders)
-        worker.serve()
+        make(channel).serve()
     # Rank 0 has closed the channel: the normal end.
     except ChannelError:
         return 0

@@ -1,6 +1,7 @@
 """The engine of pooling models: it takes whole inputs and returns vectors, many inputs in one pass.
 
-Its owner calls it from one thread. It has no KV cache, so block counts in its statistics are 0.
+With several ranks, all of them compute each pass, and rank 0 pools. Its owner calls it from one thread. It has no KV
+cache, so block counts in its statistics are 0.
 """
 
 import logging
@@ -8,6 +9,7 @@ import time
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash, RequestId
@@ -18,14 +20,31 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.rank_parts import sum_outputs
+from baton_serve.engine.parallel.commands import vectors_command
+from baton_serve.engine.parallel.ranks import OnLost, Ranks
+from baton_serve.engine.parallel.tp_executor import run_on_all_ranks
 from baton_serve.engine.pooling.input_queue import PoolingInputQueue, QueuedInput
 from baton_serve.engine.pooling.kind import ModelKind
-from baton_serve.engine.pooling.network import PaddedBatch, embedding, pool, scores
+from baton_serve.engine.pooling.network import PaddedBatch, embedding, padded_batch, pool, scores
 
 logger = logging.getLogger(__name__)
 
 EMA_WEIGHT = 0.1
 """Weight of the newest pass in the moving average of the speed."""
+
+
+def check_ranks(config: EngineConfig) -> None:
+    """Raise `ConfigError` if the settings divide the layers into stages, or the ranks over several hosts."""
+    if config.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.pipeline_parallel_size}, but the layers of pooling models are not"
+            " divided into stages; the largest number that works is 1: set tensor_parallel_size instead"
+        )
+    if config.nnodes > 1:
+        raise ConfigError(
+            f"nnodes is {config.nnodes}, but the ranks of a pooling model must be on one host: set nnodes to 1"
+        )
 
 
 class PoolingEngine:
@@ -35,18 +54,38 @@ class PoolingEngine:
     `layout` describes a KV block of size 0; only its fingerprint is used, to compare models.
     """
 
-    def __init__(self, config: EngineConfig, kind: ModelKind, *, progress: LoadProgress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        kind: ModelKind,
+        *,
+        progress: LoadProgress | None = None,
+        on_lost: OnLost | None = None,
+    ) -> None:
         """Load a model that computes `kind`, "embed" or "classify", and run the largest forward pass that is allowed,
-        to find missing memory. `progress` is called with the phase and its finished fraction. Raises `ConfigError` or
-        `ModelError`."""
+        to find missing memory. `progress` is called with the phase and its finished fraction, and `on_lost` from
+        another thread when the process of another rank has exited; then the engine can only be closed. Raises
+        `ConfigError` or `ModelError`."""
+        config.check()
+        check_ranks(config)
+        # The other ranks load at the same time as this one, so they are started first.
+        self._ranks = Ranks(config, on_lost, kind=kind)
+        try:
+            self._load(config, kind, progress or (lambda what, fraction: None))
+        except BaseException:
+            self._ranks.close()
+            raise
+
+    def _load(self, config: EngineConfig, kind: ModelKind, report: LoadProgress) -> None:
+        """Load this rank's part of the model, connect the ranks, and run the largest pass."""
         from baton_serve.engine.pooling.loader import (
             load_pooling_model,  # imports transformers, which takes seconds
         )
 
-        config.check()
-        report = progress or (lambda what, fraction: None)
         self.device = device.select_device(config.device)
-        self._model = model = load_pooling_model(config, kind, self.device, report)
+        self._model = model = load_pooling_model(config, kind, self.device, report, self._ranks.place.shard)
+        self._ranks.join_pooling_group(self.device)
+        sum_outputs(model.module, model.parts, self._ranks.group)
         self.profile = model.profile
         self.vocab_size = model.vocab_size
         self.max_model_len = model.max_model_len
@@ -97,7 +136,7 @@ class PoolingEngine:
 
     def step(self) -> StepResult:
         """Compute the next queued inputs in one forward pass, and return their results: vectors or scores. If the
-        device runs out of memory, their requests fail."""
+        device runs out of memory, their requests fail; with several ranks this raises `EngineError`."""
         started = time.monotonic()
         items = self._waiting.take(max_tokens=self._max_tokens, max_inputs=self._max_inputs)
         result = StepResult()
@@ -153,14 +192,18 @@ class PoolingEngine:
         self._waiting.check_invariants()
 
     def close(self) -> None:
-        """Do nothing: the model's memory is freed when this object is."""
+        """End the processes of the other ranks. The model's memory is freed when this object is."""
+        self._ranks.close()
+
+    def kill_ranks(self) -> None:
+        """Kill the processes of the other ranks, if there are any. Any thread may call it."""
+        self._ranks.kill()
 
     @torch.inference_mode()
     def _run(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
         """Compute the inputs in one forward pass. Return a float32 vector for each, or with the task `token_embed` a
         matrix [num_tokens, size]."""
-        batch = self._batch(items)
-        output = self._model.network(batch)
+        batch, output = self._forward(items)
         vectors: list[Tensor] = [output] * len(items)
         # Inputs of requests with equal parameters are pooled together.
         for params in dict.fromkeys(item.params for item in items):
@@ -186,26 +229,28 @@ class PoolingEngine:
             vectors = layer(vectors)
         return embedding(vectors, params, normalize=model.recipe.normalize)
 
-    def _batch(self, items: list[QueuedInput]) -> PaddedBatch:
-        """Pad the inputs on the right to the length of the longest one, and copy them to the device."""
+    def _forward(self, items: list[QueuedInput]) -> tuple[PaddedBatch, Tensor]:
+        """Pad the inputs on the right to the length of the longest one, and compute them on all ranks. Return the
+        batch with the output of the model."""
         longest = max(item.length for item in items)
         ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
-        mask = np.zeros((len(items), longest), dtype=np.int64)
         for row, item in enumerate(items):
             ids[row, : item.length] = item.input.token_ids
-            mask[row, : item.length] = 1
-        types: Tensor | None = None
+        types: NDArray[np.int64] | None = None
         # Encoders take missing types as zeros.
         if self._model.has_token_types and any(item.input.token_type_ids for item in items):
-            array = np.zeros((len(items), longest), dtype=np.int64)
+            types = np.zeros((len(items), longest), dtype=np.int64)
             for row, item in enumerate(items):
                 if item.input.token_type_ids:
-                    array[row, : item.length] = item.input.token_type_ids
-            types = torch.from_numpy(array).to(self.device)
-        lengths = torch.tensor([item.length for item in items], device=self.device)
-        return PaddedBatch(
-            torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device), lengths, types
-        )
+                    types[row, : item.length] = item.input.token_type_ids
+        lengths = np.array([item.length for item in items], dtype=np.int64)
+        if self._ranks.num_ranks == 1:
+            batch = padded_batch(ids, lengths, types, self.device)
+            return batch, self._model.network(batch)
+        self._ranks.send_command(vectors_command(ids, lengths, types))
+        with run_on_all_ranks():
+            batch = padded_batch(ids, lengths, types, self.device)
+            return batch, self._model.network(batch)
 
     def _check(self, inputs: list[PoolingInput], params: PoolingSpec) -> None:
         """Check that this model can compute these inputs with these parameters. Raises `RequestError` if not."""

@@ -16,12 +16,15 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.engine import device
+from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 from baton_serve.engine.loading.gguf import gguf_file
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.quantized.parts import split_module
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, check_norms, narrow, split
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -54,6 +57,10 @@ class PoolingModel:
     """A loaded model that embeds or classifies. `recipe` says how hidden states become an embedding; it is None for
     classifiers, whose logits become scores by `activation`."""
 
+    module: nn.Module
+    """The weights that `network` computes with."""
+    parts: RankParts
+    """Which part of each weight this rank holds."""
     network: Network
     dense: list[nn.Module]
     recipe: Recipe | None
@@ -77,13 +84,14 @@ class _Source:
     hf_config: HfConfig
     dtype: torch.dtype
     target: torch.device
+    shard: Shard
 
 
 def load_pooling_model(
-    config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress
+    config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
 ) -> PoolingModel:
-    """Load a model onto the device `target`; `kind` is "embed" or "classify". `progress` is called with the phase and
-    its finished fraction.
+    """Load a model, or one rank's part of it, onto the device `target`; `kind` is "embed" or "classify". `progress` is
+    called with the phase and its finished fraction. Outputs of modules that have a part are not summed yet.
 
     Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
     not supported.
@@ -98,10 +106,6 @@ def load_pooling_model(
             f"{architecture_of(folder)} is an encoder-decoder; pooling models must be encoders or decoders:"
             " docs/reference/models.md lists the models that are served"
         )
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(
-            "tensor_parallel_size: pooling models run on one device; set it to 1 and start more instances"
-        )
     if config.cpu_offload_gb:
         raise ConfigError("cpu_offload_gb is supported for models that generate text, not for pooling models")
     if config.quantization is not None:
@@ -112,7 +116,7 @@ def load_pooling_model(
             "  not for pooling models"
         )
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
-    source = _Source(folder, config, hf_config, dtype, target)
+    source = _Source(folder, config, hf_config, dtype, target, shard)
     progress("loading weights", 0.0)
     if kind == "embed":
         model = _embedder(source)
@@ -126,10 +130,11 @@ def load_pooling_model(
 
 def _embedder(source: _Source) -> PoolingModel:
     """Load an embedding model, and the linear layers that its recipe puts after pooling."""
-    module = _load(source, AutoModel)
+    module, parts = _load(source, AutoModel)
     is_decoder = _is_causal(module)
     recipe = read_recipe(source.folder, is_decoder=is_decoder)
-    model = _described(source, module, HiddenStates(module, is_decoder=is_decoder), recipe.max_seq_length)
+    network = HiddenStates(module, is_decoder=is_decoder)
+    model = _described(source, module, parts, network, recipe.max_seq_length)
     dense = [_dense(path, source.target) for path in recipe.dense]
     # A dense layer may change the size of the embedding.
     size = int(source.hf_config.get_text_config().hidden_size)
@@ -147,7 +152,7 @@ def _embedder(source: _Source) -> PoolingModel:
 
 def _classifier(source: _Source) -> PoolingModel:
     """Load a model with a classification head, such as a cross-encoder."""
-    module = _load(source, AutoModelForSequenceClassification)
+    module, parts = _load(source, AutoModelForSequenceClassification)
     network: Network = EncoderLogits(module)
     # transformers' own head of a decoder finds the last token by the padding id, which a text may contain.
     if _is_causal(module):
@@ -157,7 +162,7 @@ def _classifier(source: _Source) -> PoolingModel:
         network = LastTokenLogits(HiddenStates(_base(module), is_decoder=True), head.weight, head.bias)
     labels = source.hf_config.id2label
     profile = PoolingProfile(tasks=["classify"], labels=[str(labels[number]) for number in sorted(labels)])
-    model = _described(source, module, network, None)
+    model = _described(source, module, parts, network, None)
     return replace(model, activation=_activation(source.hf_config), profile=profile)
 
 
@@ -176,17 +181,19 @@ def _token_classifier(source: _Source) -> PoolingModel:
             ' "classifier_from_token" in config.json'
         )
     no, yes = (_token_id(source.folder, str(word)) for word in words)
-    module = _load(source, AutoModelForCausalLM)
+    module, parts = _load(source, AutoModelForCausalLM)
     head = module.get_output_embeddings()
     # sigmoid(yes - no) equals the softmax over the two logits, so one row of weights is enough.
     weight = (head.weight[yes].float() - head.weight[no].float())[None].to(source.dtype)
     network = LastTokenLogits(HiddenStates(_base(module), is_decoder=True), weight, None)
-    model = _described(source, module, network, None)
+    model = _described(source, module, parts, network, None)
     profile = PoolingProfile(tasks=["classify"], labels=[str(words[1])])
     return replace(model, activation=torch.sigmoid, profile=profile)
 
 
-def _described(source: _Source, module: nn.Module, network: Network, longest: int | None) -> PoolingModel:
+def _described(
+    source: _Source, module: nn.Module, parts: RankParts, network: Network, longest: int | None
+) -> PoolingModel:
     """Return the loaded model with everything that embedding models and classifiers have in common; the caller adds the
     rest. `longest` is the longest input in training, in tokens, or None."""
     text_config, config = source.hf_config.get_text_config(), source.config
@@ -200,6 +207,8 @@ def _described(source: _Source, module: nn.Module, network: Network, longest: in
         )
     pad_id = getattr(text_config, "pad_token_id", None)
     return PoolingModel(
+        module=module,
+        parts=parts,
         network=network,
         dense=[],
         recipe=None,
@@ -227,9 +236,10 @@ def _max_model_len(config: EngineConfig, text_config: HfConfig, longest: int | N
     return positions if config.max_model_len is not None or longest is None else min(positions, longest)
 
 
-def _load(source: _Source, auto_class: Any) -> Any:
-    """Load the model with `auto_class`, a class of transformers such as `AutoModel`. Raises `ModelError` if weights are
-    missing or broken."""
+def _load(source: _Source, auto_class: Any) -> tuple[Any, RankParts]:
+    """Load the model, or a rank's part of it, with `auto_class`, a class of transformers such as `AutoModel`. Return
+    also which part of each weight it has. Raises `ModelError` if weights are missing or broken, and `ConfigError` or
+    `UnsupportedModelError` if the model cannot be divided over the ranks."""
     config = source.config
     common = {"dtype": source.dtype, "trust_remote_code": config.trust_remote_code}
     try:
@@ -252,7 +262,17 @@ def _load(source: _Source, auto_class: Any) -> Any:
         raise weights_error(source.folder, exc) from exc
     if missing:
         raise ModelError(f"{source.folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
-    return module.to(source.target).eval().requires_grad_(False)
+    module.eval().requires_grad_(False)
+    parts = WHOLE
+    if not source.shard.is_whole:
+        name = type(module).__name__
+        # The head stays whole: scores need the rows of two of its tokens alone.
+        parts = split(module, name, source.shard, SplitRules(keeps_head=True))
+        check_norms(name, parts)
+        # Each rank reads the whole model into host memory first.
+        split_module(module, parts)
+        narrow(module, parts)
+    return module.to(source.target), parts
 
 
 def _is_causal(module: nn.Module) -> bool:

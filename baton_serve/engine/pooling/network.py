@@ -4,7 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -73,6 +75,23 @@ class PaddedBatch:
     attention_mask: Tensor  # int64 [num_inputs, longest]
     lengths: Tensor  # int64 [num_inputs]
     token_type_ids: Tensor | None
+
+
+def padded_batch(
+    token_ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    token_types: NDArray[np.int64] | None,
+    device: torch.device,
+) -> PaddedBatch:
+    """Copy a batch to the device: inputs and token types [num_inputs, longest], padded on the right, and the inputs'
+    numbers of tokens."""
+    mask = (np.arange(token_ids.shape[1]) < lengths[:, None]).astype(np.int64)
+    return PaddedBatch(
+        torch.from_numpy(token_ids).to(device),
+        torch.from_numpy(mask).to(device),
+        torch.from_numpy(lengths).to(device),
+        None if token_types is None else torch.from_numpy(token_types).to(device),
+    )
 
 
 class Network(Protocol):

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.engine.parallel.channel import Channel, ChannelError
-from baton_serve.engine.parallel.tp_worker import end_with, run_rank
+from baton_serve.engine.parallel.tp_worker import TPWorker, end_with, run_rank
 from baton_serve.services.common.cluster_key import ClusterKey, read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.lifecycle import EXIT_HOPELESS, print_error
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_ALONE
     logger.info("rank %d has joined the instance at %s", job.rank, job.place)
     threading.Thread(target=_end_with_connection, args=(connection.fileno(),), daemon=True).start()
-    return run_rank(connection, {first_model: job.model})
+    return run_rank(connection, lambda channel: TPWorker(channel, {first_model: job.model}))
 
 
 def join(job: RankJob, key: ClusterKey) -> tuple[socket.socket, str]:

@@ -1,0 +1,75 @@
+"""A rank other than 0 of a pooling model: `python -m baton_serve.engine.pooling.rank DESCRIPTOR PID`.
+
+It computes every batch that rank 0 sends, for the sums over the ranks in it. Rank 0 alone pools the output.
+"""
+
+import os
+import sys
+
+import torch
+
+from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.world import World, place_of
+from baton_serve.engine.model.rank_parts import sum_outputs
+from baton_serve.engine.parallel.channel import Channel, ChannelError
+from baton_serve.engine.parallel.commands import (
+    Command,
+    CommandDone,
+    ComputeVectors,
+    JoinGroup,
+    LoadRank,
+    RankLoaded,
+    vectors_arrays,
+)
+from baton_serve.engine.parallel.tp_worker import main
+from baton_serve.engine.pooling.loader import load_pooling_model
+from baton_serve.engine.pooling.network import padded_batch
+
+
+class PoolingWorker:
+    """Loads one rank's part of a pooling model and executes the commands that rank 0 sends. Implements `RankWorker`."""
+
+    def __init__(self, channel: Channel[Command]) -> None:
+        """Wait for rank 0's first command on `channel`, and load this rank's part of the model as that command says.
+        Raises `EngineError` if loading fails.
+        """
+        self._channel = channel
+        first = channel.receive(None)
+        if not isinstance(first, LoadRank) or first.kind == "generate":
+            raise ChannelError(f"the first command is {type(first).__name__}")
+        # Use as many CPU threads as rank 0.
+        torch.set_num_threads(first.threads)
+        self._config = config = first.config
+        self._place = place_of(first.rank, config.tensor_parallel_size, ())
+        self._device = devices.select_device(config.device, first.rank % config.ranks_per_node)
+        shard = self._place.shard
+        self._model = load_pooling_model(config, first.kind, self._device, lambda what, fraction: None, shard)
+
+    def serve(self) -> None:
+        """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
+        `ChannelError`.
+        """
+        self._channel.send(self._channel.encode(RankLoaded((), self._model.fingerprint)))
+        while True:
+            match command := self._channel.receive(None):
+                case ComputeVectors():
+                    self._compute(command)
+                case JoinGroup():
+                    self._join(command)
+                case _:
+                    raise ChannelError(f"a pooling model has no {type(command).__name__}")
+
+    def _join(self, command: JoinGroup) -> None:
+        world, maps_memory = World(command.store, self._place, self._device), not self._config.disable_custom_all_reduce
+        sum_outputs(self._model.module, self._model.parts, world.collectives(maps_memory=maps_memory))
+        self._channel.send(self._channel.encode(CommandDone()))
+
+    @torch.inference_mode()
+    def _compute(self, command: ComputeVectors) -> None:
+        self._model.network(padded_batch(*vectors_arrays(command), self._device))
+
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:], PoolingWorker)
+    sys.stderr.flush()
+    os._exit(status)  # not sys.exit: device libraries may wait for ranks that have exited
