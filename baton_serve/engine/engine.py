@@ -51,6 +51,7 @@ from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
 from baton_serve.engine.step.mirror_refs import MirrorRefs
 from baton_serve.engine.step.profiling import TorchProfiler
+from baton_serve.engine.step.state_copies import make_state_copier
 from baton_serve.engine.step.step_loop import CacheMemory, StepLoop
 from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
@@ -160,7 +161,13 @@ class Engine:
         self._pins: dict[RequestId, list[BlockHash]] = {}
         copier = make_block_copier(self.kv, self._ranks)
         self._mirror_refs = MirrorRefs(copier)
-        self._memory = CacheMemory(self.kv, self._host, copier, self._mirror_refs, states)
+        self._memory = CacheMemory(
+            self.kv,
+            self._host,
+            copier,
+            self._mirror_refs,
+            make_state_copier(states, copier, self._ranks, self._mirror_refs),
+        )
         self._layer_group_plan = plan_layer_groups(
             config.tail_parts,
             self.layout,

@@ -123,9 +123,11 @@ def copy_block(source: Engine, block: int, sink: Engine, target: int) -> None:
 
 
 def place_kv_caches(monkeypatch: pytest.MonkeyPatch, place: KVMemoryKind) -> None:
-    """Let engines that are made from now on keep their KV cache in memory of the kind `place`."""
+    """Let engines that are made from now on keep their KV cache in memory of the kind `place`, with ranks in threads
+    too."""
 
     def make(*arguments: Any, **settings: Any) -> KVCache:
         return KVCache(*arguments, **settings | {"place": place})
 
     monkeypatch.setattr("baton_serve.engine.step.cache_sizing.KVCache", make)
+    monkeypatch.setattr("baton_serve.engine.parallel.tp_worker.KVCache", make)

@@ -111,7 +111,8 @@ def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: 
     ("family", "size", "error", "words"),
     [
         ("llama", 3, ConfigError, r"does not divide the attention heads \(4\) .* that works is 2"),
-        ("qwen3_5", 2, ConfigError, "recurrent states .* the largest that works is 1"),
+        ("qwen3_5", 3, ConfigError, r"does not divide the heads of linear attention \(2\) .* that works is 2"),
+        ("zamba2", 2, UnsupportedModelError, "share weights .* the largest number that works is 1"),
         ("mamba", 2, UnsupportedModelError, "can be split over devices; the largest number that works is 1"),
         ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
     ],

@@ -6,11 +6,14 @@ from pathlib import Path
 import pytest
 
 from baton_serve.engine import Engine
+from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from tests.adapters import write_adapter
 from tests.engine.conftest import ANSWER_TOKENS, References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 from tests.engine.rank_threads import use_threads
 from tests.engine.test_adapters import PROMPT, adapted, expected_of, lora_engine
+from tests.families import HYBRIDS
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -78,6 +81,10 @@ OWN = [
     "phi",
 ]
 """Families whose layers run through transformers."""
+DIVIDED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+"""Hybrids whose ranks hold some of the heads of linear attention, and their states."""
+UNDIVIDED = ["mamba", "falcon_mamba", "mamba2", "zamba2", "olmo_hybrid"]
+"""Hybrids that are refused: without attention and MLPs, with adapters of shared weights, with norms over all heads."""
 FOUR = ["llama", "olmo3", "gemma4", "falcon_gqa"]
 """Families with fewer KV heads than four, which several ranks hold."""
 
@@ -89,6 +96,49 @@ def test_greedy_tokens_equal_transformers(family: str, size: int, references: Re
     reference = references(family)
     with make_engine(reference.folder, tensor_parallel_size=size, max_num_batched_tokens=48) as engine:
         assert answers_of(engine, reference.prompts) == reference.answers
+
+
+@pytest.mark.parametrize("family", [family for family in HYBRIDS if family not in UNDIVIDED])
+def test_hybrids_answer_as_transformers(family: str, references: References) -> None:
+    """In chunks, and from a checkpoint."""
+    reference = references(family)
+    with make_engine(reference.folder, tensor_parallel_size=2, max_num_batched_tokens=24) as engine:
+        assert answers_of(engine, reference.prompts) == reference.answers
+        before = engine.stats().prefix_hit_tokens
+        assert answers_of(engine, reference.prompts[3:]) == reference.answers[3:]
+        assert engine.stats().prefix_hit_tokens == before + 96 + 48
+        # Each rank has half of the states of divided layers, and all of others.
+        own = engine._memory.states._own._rows.shape[1]  # type: ignore[attr-defined]
+        whole = engine.layout.state_bytes
+        assert own == whole // 2 if family in DIVIDED else own >= whole
+
+
+@pytest.mark.parametrize("family", UNDIVIDED)
+def test_hybrids_that_cannot_be_divided_say_so(family: str, references: References) -> None:
+    with pytest.raises(UnsupportedModelError, match="the largest number that works is 1"):
+        make_engine(references(family).folder, tensor_parallel_size=2)
+
+
+@pytest.mark.parametrize("place", ["shared", "mirrored"])
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5", "nemotron_h"])
+def test_checkpoints_of_one_rank_and_of_two_are_the_same_bytes(
+    family: str, place: KVMemoryKind, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts are preempted too, and get further answers. Ranks on devices keep blocks in a mirror."""
+    reference = references(family)
+    prompts, answers = reference.prompts, reference.answers
+    with make_engine(reference.folder) as one:
+        num_blocks = 160 // 16 + 3 * one.layout.state_blocks
+        settings = {"num_gpu_blocks_override": num_blocks, "max_model_len": 128, "max_num_batched_tokens": 24}
+        if place == "mirrored":
+            place_kv_caches(monkeypatch, place)
+        with make_engine(reference.folder, tensor_parallel_size=2, **settings) as two:
+            assert one.layout == two.layout
+            for source, sink in ((one, two), (two, one)):
+                assert hand_over(source, sink, make_work(source, "over", prompts[3]))["over", 0] == answers[3]
+            assert answers_of(two, prompts[:3] * 2) == answers[:3] * 2
+            two.add(make_work(two, "several", prompts[4], sequences=2))
+            assert run(two) == {("several", number): answers[4] for number in range(2)}
 
 
 @pytest.mark.parametrize("family", ["llama", "phi"])

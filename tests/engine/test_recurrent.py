@@ -75,7 +75,7 @@ class PackedModel:
         backend = attention_backend(CPU, model.dtype)
         own: MixerKernels = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
         self._forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
-        self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor)
+        self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor, CPU)
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
         """Compute the next tokens of each sequence, and return the logits after each chunk."""

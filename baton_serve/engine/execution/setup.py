@@ -65,11 +65,11 @@ class EngineSetup:
         self.block_share = _block_share(model)
         """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
-        if model.states and config.num_ranks > 1:
+        if model.states and (config.pipeline_parallel_size > 1 or config.nnodes > 1):
             raise ConfigError(
-                f"{model.name} has recurrent states (linear attention or a state space), which cannot be divided over"
-                f" ranks: tensor_parallel_size is {config.tensor_parallel_size} and pipeline_parallel_size is"
-                f" {config.pipeline_parallel_size}, and the largest that works is 1"
+                f"{model.name} has recurrent states (linear attention or a state space), which tensor-parallel ranks of"
+                f" one host divide: pipeline_parallel_size is {config.pipeline_parallel_size} and nnodes is"
+                f" {config.nnodes}, and the largest that works is 1"
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.core.checkpoints import StateCopy
+from baton_serve.engine.kv.kv_cache import KVCache
 
 StateKind = Literal["conv", "recurrent"]
 """Which of transformers' two kinds of states: the history of a convolution, or the state matrix."""
@@ -33,11 +34,61 @@ class StatePart:
     shape: tuple[int, ...]
     """The state's shape for one sequence."""
     dtype: torch.dtype
+    ranges: tuple[slice, ...] = ()
+    """The indexes of the first dimension that this rank holds, of those of all ranks; (): each rank holds all."""
+    total: int = 0
+    """The size of the first dimension over all ranks, if it is divided."""
 
     @property
     def num_bytes(self) -> int:
         """Return the size of this state for one sequence in bytes, rounded up to the alignment."""
-        return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return _aligned(prod(self.shape) * self.dtype.itemsize)
+
+    @property
+    def whole_bytes(self) -> int:
+        """Return the size of this state over all ranks, rounded up to the alignment."""
+        first = self.total if self.ranges else self.shape[0]
+        return _aligned(first * prod(self.shape[1:]) * self.dtype.itemsize)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Some bytes of a rank's row of states, and their place in a checkpoint."""
+
+    start: int
+    count: int
+    block: int
+    """Number of the block among those of the checkpoint."""
+    offset: int
+
+    def of(self, row: Tensor) -> Tensor:
+        return row.narrow(0, self.start, self.count)
+
+    def within(self, block: Tensor) -> Tensor:
+        return block.narrow(0, self.offset, self.count)
+
+
+def _pieces(parts: Sequence[StatePart], block_bytes: int) -> list[_Piece]:
+    """Return which bytes of a rank's row belong to which bytes of a checkpoint, in which the states of all ranks lie as
+    in the row of a single rank."""
+    found: list[_Piece] = []
+    own = whole = 0
+    for part in parts:
+        size, start = prod(part.shape[1:]) * part.dtype.itemsize, own
+        for chosen in part.ranges or (slice(0, part.shape[0]),):
+            at, end = whole + chosen.start * size, whole + chosen.stop * size
+            while at < end:
+                # A range may go on in the next block.
+                block, offset = divmod(at, block_bytes)
+                count = min(end - at, block_bytes - offset)
+                found.append(_Piece(start, count, block, offset))
+                start, at = start + count, at + count
+        own, whole = own + part.num_bytes, whole + part.whole_bytes
+    return found
 
 
 StateViews = Mapping[int, Mapping[tuple[StateKind, int], Tensor]]
@@ -45,8 +96,8 @@ StateViews = Mapping[int, Mapping[tuple[StateKind, int], Tensor]]
 
 
 def row_bytes(parts: Sequence[StatePart]) -> int:
-    """Return how many bytes all these recurrent states need for one sequence."""
-    return sum(part.num_bytes for part in parts)
+    """Return how many bytes all these recurrent states need for one sequence, with the parts of all ranks."""
+    return sum(part.whole_bytes for part in parts)
 
 
 class StateMemory:
@@ -56,41 +107,67 @@ class StateMemory:
     For a model without recurrent states it does nothing. All copies run on the device in the order of the calls.
     """
 
-    def __init__(self, parts: Sequence[StatePart], num_slots: int, blocks: Tensor) -> None:
-        """Allocate the states of `num_slots` batch slots, filled with zeros. `blocks` is the KV cache as bytes, uint8
-        [num_blocks, block_bytes], for checkpoints."""
+    def __init__(self, parts: Sequence[StatePart], num_slots: int, blocks: Tensor, device: torch.device) -> None:
+        """Allocate the states of `num_slots` batch slots on `device`, filled with zeros. `blocks` is the KV cache as
+        bytes, uint8 [num_blocks, block_bytes], for checkpoints; with several ranks it is the memory with whole
+        blocks."""
         self._blocks = blocks
         block_bytes = blocks.shape[1]
         self.num_blocks = -(-row_bytes(parts) // block_bytes) if parts else 0
         """Blocks of one checkpoint. The end of the last one is unused."""
+        self._pieces = _pieces(parts, block_bytes) if any(part.ranges for part in parts) else None
         # A row has whole blocks, so that a checkpoint is one copy.
-        self._rows = torch.zeros(num_slots, self.num_blocks * block_bytes, dtype=torch.uint8, device=blocks.device)
+        size = self.num_blocks * block_bytes
+        if self._pieces is not None:
+            size = sum(part.num_bytes for part in parts)
+        self._rows = torch.zeros(num_slots, size, dtype=torch.uint8, device=device)
         self.views: StateViews = self._make_views(parts)
 
     def execute(self, copies: Iterable[StateCopy]) -> None:
         """Execute the operations that `StateCheckpoints` has planned, in their order."""
         for copy in copies:
-            match copy.kind:
-                case "clear":
-                    self.clear(copy.slot)
-                case "save":
-                    self.save(copy.slot, copy.blocks)
-                case "restore":
-                    self.restore(copy.slot, copy.blocks)
-                case "copy":
-                    self.copy(copy.source, copy.slot)
+            self.change(copy.kind, copy.slot, copy.blocks, copy.source)
+
+    def change(
+        self, kind: Literal["clear", "save", "restore", "copy"], slot: int, blocks: Sequence[int], source: int
+    ) -> None:
+        """Execute one operation; the arguments are the fields of `StateCopy`."""
+        match kind:
+            case "clear":
+                self.clear(slot)
+            case "save":
+                self.save(slot, blocks)
+            case "restore":
+                self.restore(slot, blocks)
+            case "copy":
+                self.copy(source, slot)
 
     def clear(self, slot: int) -> None:
         """Set the recurrent states in a batch slot to zeros, for a sequence that starts at its first token."""
         self._rows[slot].zero_()
 
     def save(self, slot: int, blocks: Sequence[int]) -> None:
-        """Copy the recurrent states in a batch slot to these KV blocks, as a checkpoint."""
-        self._blocks[self._index(blocks)] = self._rows[slot].view(self.num_blocks, -1)
+        """Copy the recurrent states in a batch slot to these KV blocks, as a checkpoint. A rank with a part of the
+        states writes that part alone."""
+        index, row = self._index(blocks), self._rows[slot].to(self._blocks.device)
+        if self._pieces is None:
+            self._blocks[index] = row.view(self.num_blocks, -1)
+            return
+        for piece in self._pieces:
+            piece.within(self._blocks[blocks[piece.block]]).copy_(piece.of(row))
 
     def restore(self, slot: int, blocks: Sequence[int]) -> None:
-        """Copy a checkpoint, which these KV blocks hold, to the recurrent states in a batch slot."""
-        self._rows[slot].view(self.num_blocks, -1).copy_(self._blocks[self._index(blocks)])
+        """Copy a checkpoint, or this rank's part of it, which these KV blocks hold, to the recurrent states in a batch
+        slot."""
+        index, row = self._index(blocks), self._rows[slot]
+        if self._pieces is None:
+            row.view(self.num_blocks, -1).copy_(self._blocks[index])
+            return
+        # One copy to the device, not one for each piece.
+        own = torch.empty_like(row, device=self._blocks.device)
+        for piece in self._pieces:
+            piece.of(own).copy_(piece.within(self._blocks[blocks[piece.block]]))
+        row.copy_(own)
 
     def copy(self, source: int, target: int) -> None:
         """Copy the recurrent states in batch slot `source` to slot `target`, for another sequence of the same request
@@ -110,3 +187,11 @@ class StateMemory:
             views.setdefault(part.layer, {})[part.kind, part.index] = flat.view(len(flat), *part.shape)
             offset += part.num_bytes
         return views
+
+
+def make_states(parts: Sequence[StatePart], num_slots: int, cache: KVCache) -> StateMemory:
+    """Allocate the recurrent states of `num_slots` batch slots on the device of `cache`, which holds their checkpoints:
+    with several ranks in the host memory where blocks are whole."""
+    # The part of a block that one of several ranks has is not contiguous, and other models do not need it as bytes.
+    blocks = cache.whole_blocks if parts else torch.empty((0, 1), dtype=torch.uint8)
+    return StateMemory(parts, num_slots, blocks, cache.device)

@@ -26,7 +26,7 @@ from baton_serve.engine.loading.miniature import check_miniature, needs_comparis
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
-from baton_serve.engine.loading.refusals import refuse_stages, refuse_type
+from baton_serve.engine.loading.refusals import refuse_ranks, refuse_stages, refuse_type
 from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
 from baton_serve.engine.loading.text_decoders import eos_token_ids, known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
@@ -44,6 +44,7 @@ from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
 from baton_serve.engine.model.staged import is_within, keep_layers
+from baton_serve.engine.model.state_parts import placed_states
 from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
 from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import (
@@ -127,7 +128,7 @@ def load_model(
         parts=parts,
         kv_layers=layers.kv_layers,
         shared_layers=layers.shared_layers,
-        states=layers.states,
+        states=placed_states(layers.states, parts.delta),
         source_tokens=layers.source_tokens,
         has_position_rows=rotary.adapt_positions(module),
     )
@@ -146,6 +147,7 @@ def _parts(
             f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
             " the largest number that works is 1, also for pipeline_parallel_size"
         )
+    refuse_ranks(name, hf_config.get_text_config(), shard)
     refuse_stages(name, hf_config.get_text_config(), stage)
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     # A quantized head that is the embedding too is looked up by all its rows.

@@ -3,6 +3,7 @@
 A refusal is one sentence: what the model has that is not supported, and what to use instead.
 """
 
+from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.speech.decoder import cross_port
@@ -96,6 +97,15 @@ def refuse_type(hf_config: HfConfig) -> None:
     if getattr(hf_config, "is_encoder_decoder", False) and cross_port(hf_config) is None:
         raise UnsupportedModelError(
             f"{name} is an encoder-decoder; only decoders can be served, such as Qwen 3: {INSTEAD}"
+        )
+
+
+def refuse_ranks(name: str, text_config: HfConfig, shard: Shard) -> None:
+    """Raise `UnsupportedModelError` if tensor parallelism is on and a model of this type cannot be divided."""
+    if not shard.is_whole and text_config.model_type == "zamba2":
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {shard.size}, but layers of {name} share weights to which each adds an adapter of"
+            " its own, which cannot be divided over ranks; the largest number that works is 1"
         )
 
 

@@ -151,7 +151,7 @@ def _latent(module: Module, layer: int, heads: HeadRange, output: str) -> Attent
         return None
     # `q_a_proj` and `kv_a_proj_with_mqa` are not listed: all heads read their outputs.
     rows = {leaf: (heads.scaled(output_size(getattr(module, leaf))),) for leaf in (query, "kv_b_proj")}
-    return AttentionParts(layer, heads, HeadRange(1, slice(0, 1)), rows, output)
+    return AttentionParts(layer, heads, HeadRange(1, slice(0, 1)), rows | _gate(module, heads), output)
 
 
 def _separate(
@@ -170,7 +170,15 @@ def _separate(
     for leaf in ("k_proj", "v_proj"):
         if is_linear(linear := getattr(module, leaf, None)):
             rows[leaf] = (kv.scaled(output_size(linear)),)
-    return AttentionParts(layer, heads, kv, rows, output)
+    return AttentionParts(layer, heads, kv, rows | _gate(module, heads), output)
+
+
+def _gate(module: Module, heads: HeadRange) -> dict[str, tuple[slice, ...]]:
+    """Return the rows of the product that gates the output of each head or each of its columns; {} if there is none."""
+    gate = getattr(module, "g_proj", None)
+    if not is_linear(gate) or output_size(gate) % heads.total:
+        return {}
+    return {"g_proj": (heads.scaled(output_size(gate)),)}
 
 
 def _packed(

@@ -205,7 +205,7 @@ class StepArrays:
     """Embeddings of images; they are on the device already. Rank 0 sends them to the others."""
     seen_ends: NDArray[np.int32] | None = None  # [num_tokens], as in AttentionMetadata
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """[num_seqs]: the batch slot of each sequence, for recurrent states. Only for engines with one rank."""
+    """[num_seqs]: the batch slot of each sequence, for recurrent states."""
     source_tables: NDArray[np.int32] | None = None
     """[num_tokens, blocks of a source]; None for models without cross-attention."""
     source_tokens: int = 0

@@ -5,6 +5,7 @@ Each function replaces the forward of one class, and was compared with it. `cach
 nothing for the start of a sequence; all sequences have as many tokens. Projections and norms stay the module's own.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
@@ -29,6 +30,16 @@ class SequenceStates(Protocol):
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None: ...
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0) -> Tensor: ...
     def is_recording_past(self, layer_idx: int) -> bool: ...
+
+
+STATE_CALLS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
+"""The methods of transformers' cache by which a mixer reads and stores its states."""
+
+
+def is_mixer(module: Module) -> bool:
+    """Return whether a module of transformers keeps recurrent states, by its class."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and (type(module).__name__ in OWN_FORWARDS or bool(STATE_CALLS & set(code.co_names)))
 
 
 def number_layers(module: Module) -> None:

@@ -27,8 +27,10 @@ from baton_serve.engine.model.attention_parts import (
     narrow_attention,
     output_size,
 )
+from baton_serve.engine.model.mixer_adapters import is_mixer
 from baton_serve.engine.model.quantized.experts import TRANSPOSED, WEIGHTS
 from baton_serve.engine.model.quantized.modules import ReorderedLinear
+from baton_serve.engine.model.state_parts import DeltaParts, delta_parts, narrow_delta
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
@@ -47,6 +49,7 @@ MLPS = (
 )
 """Names of the products of an MLP: first the products that read its input, then the product of its output."""
 HEADS, KV_HEADS = "the attention heads", "the KV heads"
+LINEAR_HEADS = "the heads of linear attention"
 WIDTH, EXPERTS = "the width of an MLP", "the experts"
 """Kinds of numbers that are divided."""
 
@@ -97,6 +100,8 @@ class RankParts:
     """The parts of attention modules by name."""
     wide_norms: list[str] = field(default_factory=list)
     """Norms over all heads of queries or keys, which fused layers alone compute over the ranks."""
+    delta: dict[str, DeltaParts] = field(default_factory=dict)
+    """The parts of linear attention by the gated delta rule by name."""
     experts: dict[str, slice] = field(default_factory=dict)
     """The experts that this rank holds, by module with stacked experts that is not divided by width."""
 
@@ -169,6 +174,17 @@ def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> Rank
     return replace(splitter.parts, zeros=frozenset(splitter.zeros))
 
 
+def split_pooling(module: nn.Module, rank: int, num_ranks: int) -> RankParts:
+    """Return which part of each weight of a pooling model one of `num_ranks` ranks holds. Raises `ConfigError` or
+    `UnsupportedModelError` as `split` does, and for norms that layers of transformers cannot sum over ranks.
+    """
+    name = type(module).__name__
+    # The head stays whole: scores need the rows of two of its tokens alone.
+    parts = split(module, name, Shard(rank, num_ranks), SplitRules(keeps_head=True))
+    check_norms(name, parts)
+    return parts
+
+
 class _Splitter:
     """Finds out which parts of a decoder's weights one rank holds, module by module."""
 
@@ -188,9 +204,16 @@ class _Splitter:
         """
         sums: list[str] = []
         for name, part in self._module.named_modules():
-            if (own := attention_parts(part, self._config, self._shard)) is not None:
+            found: str | None
+            if (linear := delta_parts(part, self._shard)) is not None:
+                self._split_delta(name, part, linear)
+                found = "out_proj"
+            elif is_mixer(part):
+                # It stays whole, also if its products have the names of those of attention.
+                found = None
+            elif (own := attention_parts(part, self._config, self._shard)) is not None:
                 self._split_attention(name, part, own)
-                found: str | None = own.output
+                found = own.output
             elif (found := self._split_mlp(name, part)) is None:
                 found = self._split_experts(name, part)
             if found is not None:
@@ -249,6 +272,20 @@ class _Splitter:
         if isinstance(getattr(module, "sinks", None), nn.Parameter):
             self.parts.tensors[f"{name}.sinks"] = TensorPart(0, (own.heads.part,))
         self._split_norms(name, module, {"q_norm": own.heads, "k_norm": own.kv_heads})
+
+    def _split_delta(self, name: str, module: Module, own: DeltaParts) -> None:
+        """Record this rank's part of the linear attention `name`: some key heads, with the value heads that read
+        them.
+        """
+        self._counts.append((LINEAR_HEADS, own.key_heads.total, 0))
+        self.parts.delta[name] = own
+        for leaf, ranges in own.rows.items():
+            self._cut(f"{name}.{leaf}", getattr(module, leaf), 0, *ranges)
+        self._cut(f"{name}.out_proj", module.out_proj, 1, own.value_heads.scaled(module.value_dim))
+        for leaf in ("conv1d.weight", "conv1d.bias"):
+            self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, own.channels)
+        for leaf in ("A_log", "dt_bias"):
+            self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own.value_heads.part,))
 
     def _split_norms(self, name: str, module: Module, heads: dict[str, HeadRange]) -> None:
         """Record this rank's part of an attention module's query and key norms, if they have weights for each head;
@@ -390,6 +427,8 @@ def narrow(module: nn.Module, parts: RankParts) -> None:
     """
     for name, own in parts.attention.items():
         narrow_attention(module.get_submodule(name), own)
+    for name, linear in parts.delta.items():
+        narrow_delta(module.get_submodule(name), linear)
     for name, held in parts.experts.items():
         _narrow_experts(module.get_submodule(name), held)
 

@@ -23,15 +23,12 @@ from baton_serve.engine.kernels import MixerKernels, PackedSequences
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
 from baton_serve.engine.model.batch_inputs import StepStates
-from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, number_layers
+from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, is_mixer, number_layers
 from baton_serve.engine.model.paged_attention import Mixer, StepHolder
 from baton_serve.engine.model.recurrent_steps import step_forward
 from baton_serve.engine.model.state_spaces import packed_forward
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
-
-STATE_CALLS = frozenset({"get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"})
-"""The methods of transformers' cache by which a mixer reads and stores its states."""
 
 CACHE_NAMES = ("cache", "cache_params", "past_key_values")
 """The names of a mixer's argument for the cache: the first since transformers 5.24."""
@@ -325,11 +322,10 @@ def _mixer_of(part: Module) -> Mixer | None:
     """Return how to call a module that keeps recurrent states; None for all other modules. Raises
     `UnsupportedModelError` if the name of its cache argument is unknown.
     """
-    function = inspect.unwrap(type(part).forward)
-    code = getattr(function, "__code__", None)
-    own = OWN_FORWARDS.get(type(part).__name__)
-    if code is None or (own is None and not STATE_CALLS & set(code.co_names)):
+    if not is_mixer(part):
         return None
+    function = inspect.unwrap(type(part).forward)
+    own = OWN_FORWARDS.get(type(part).__name__)
     names = tuple(inspect.signature(function).parameters)[1:]  # without self
     if own is not None:
         return Mixer(type(part).__name__, _bound(own, part, names[0]), names, "cache")

@@ -29,7 +29,7 @@ class LoadRank(msgspec.Struct, frozen=True, tag=True):
     num_layers: tuple[int, ...]
     """Number of layers of each stage; () for one stage."""
     kind: Literal["generate", "embed", "classify"] = "generate"
-    """What the model computes."""
+    """The kind of the model: it generates text, or computes vectors."""
 
 
 class ReportMemory(msgspec.Struct, frozen=True, tag=True):
@@ -88,6 +88,7 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     images: list["ImagePlace"] = []
     """Places of embeddings, which rank 0 broadcasts afterwards, one image after another."""
     seen_ends: memoryview | None = None
+    batch_slots: memoryview = memoryview(b"")
     windows: "WindowPlaces | None" = None
 
 
@@ -185,6 +186,17 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
     targets: list[int]
 
 
+class ChangeStates(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: execute an operation on recurrent states; the fields are those of `StateCopy`. The rank
+    answers when it has saved or restored its part of a checkpoint.
+    """
+
+    kind: Literal["clear", "save", "restore", "copy"]
+    slot: int
+    blocks: tuple[int, ...]
+    source: int
+
+
 class ToHost(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: copy its part of these KV blocks from the device to the host memory that all ranks share. The
     rank answers when the copy is complete; one on another host answers with `PartBytes` instead.
@@ -219,6 +231,7 @@ Command = (
     | DropAdapter
     | ComputeVectors
     | CopyBlocks
+    | ChangeStates
     | ToHost
     | FromHost
 )
@@ -279,6 +292,7 @@ def compute_command(arrays: StepArrays) -> Compute:
         adapters=[(one, None if rows is None else _bytes(rows)) for one, rows in arrays.adapters],
         images=[_image_place(image) for image in arrays.images],
         seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
+        batch_slots=_bytes(arrays.batch_slots),
         windows=None if arrays.windows is None else _window_places(arrays.windows),
     )
 
@@ -301,6 +315,7 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArray
         adapters=[(one, None if rows is None else _int64(rows)) for one, rows in command.adapters],
         images=images,
         seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
+        batch_slots=_int64(command.batch_slots),
         windows=None if command.windows is None else _window_arrays(command.windows, len(context_lens)),
     )
 

@@ -21,12 +21,15 @@ from typing import Literal, Protocol
 import torch
 
 from baton_serve.engine import device as devices
+from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.world import World, place_of
+from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
+from baton_serve.engine.kv.state_memory import make_states
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.staged import StagedForward
@@ -34,6 +37,7 @@ from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,
     CaptureGraphs,
+    ChangeStates,
     Command,
     CommandDone,
     CommandFailed,
@@ -135,13 +139,20 @@ class TPWorker:
                 self._executor.store_last_tokens(self._receive_tokens(len(slots)), slots)
             case CopyBlocks():
                 self._blocks.copy_blocks(command.sources, command.targets)
-            case ToHost() | FromHost():
-                self._copy_to_or_from_host(command)
+            case ToHost() | FromHost() | ChangeStates():
+                self._copy(command)
             case _:
                 self._prepare(command)
 
-    def _copy_to_or_from_host(self, command: ToHost | FromHost) -> None:
-        """Copy blocks to or from the mirror, or on another host to or from messages, and answer."""
+    def _copy(self, command: ToHost | FromHost | ChangeStates) -> None:
+        """Copy blocks to or from the mirror, or on another host to or from messages, and answer. Recurrent states are
+        copied to and from checkpoints, or changed without an answer.
+        """
+        if isinstance(command, ChangeStates):
+            self._states.change(command.kind, command.slot, command.blocks, command.source)
+            if command.blocks:
+                self._answer(0)
+            return
         if isinstance(command, ToHost) and self._is_remote:
             part = PartBytes(command.blocks, self._blocks.read_part(command.blocks))
             self._channel.send(self._channel.encode(part))
@@ -171,7 +182,7 @@ class TPWorker:
                 used = devices.peak_bytes(self._device) - self._memory_before
                 self._blocks.close()
                 # The executor holds views of the cache, which would keep its memory.
-                del self._executor
+                del self._executor, self._states
                 activation = used * command.work_factor + command.extra_bytes
                 self._answer(cache_bytes(self._config, self._device, activation))
             case CaptureGraphs():
@@ -221,8 +232,14 @@ class TPWorker:
             place=place if self._config.nnodes > 1 else None,
         )
         self._memory_before = devices.reset_peak(self._device)
+        self._states = make_states(setup.states, setup.limits.max_num_seqs, self._cache)
         self._executor = LocalExecutor(
-            setup.forward, self._cache, setup.limits, argmax=setup.kernels.argmax, no_images=setup.no_images
+            setup.forward,
+            self._cache,
+            setup.limits,
+            self._states.views,
+            setup.kernels.argmax,
+            no_images=setup.no_images,
         )
         if self._is_remote:
             self._channel.send(self._channel.encode(_built(setup.part)))
@@ -272,6 +289,16 @@ def end_with(parent: int, leave: Callable[[int], None] = os._exit) -> None:
     for folder in _folders:
         shutil.rmtree(folder, ignore_errors=True)
     leave(1)
+
+
+def connect(store: str, config: EngineConfig, rank: int, device: torch.device) -> Collectives:
+    """Connect the rank with the number `rank` with the others of a model that is not divided into stages. They find
+    each other at `store` (see `World`).
+    """
+    if not store.startswith("tcp://"):
+        _folders.append(Path(store).parent)
+    world = World(store, place_of(rank, config.tensor_parallel_size, ()), device)
+    return world.collectives(maps_memory=not config.disable_custom_all_reduce)
 
 
 def _built(part: BlockPart | None) -> PartBuilt:

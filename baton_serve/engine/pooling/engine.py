@@ -83,7 +83,7 @@ class PoolingEngine:
         )
 
         self.device = device.select_device(config.device)
-        self._model = model = load_pooling_model(config, kind, self.device, report, self._ranks.place.shard)
+        self._model = model = load_pooling_model(config, kind, self.device, report)
         self._ranks.join_pooling_group(self.device)
         sum_outputs(model.module, model.parts, self._ranks.group)
         self.profile = model.profile

@@ -16,15 +16,13 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.engine import device
-from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
-from baton_serve.engine.loading.gguf import gguf_file
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.quantized.parts import split_module
-from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, check_norms, narrow, split
+from baton_serve.engine.model.rank_parts import WHOLE, RankParts, narrow, split_pooling
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     HfConfig,
@@ -84,21 +82,22 @@ class _Source:
     hf_config: HfConfig
     dtype: torch.dtype
     target: torch.device
-    shard: Shard
+    rank: int
 
 
 def load_pooling_model(
-    config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress, shard: Shard = UNSHARDED
+    config: EngineConfig, kind: ModelKind, target: torch.device, progress: LoadProgress, rank: int = 0
 ) -> PoolingModel:
-    """Load a model, or one rank's part of it, onto the device `target`; `kind` is "embed" or "classify". `progress` is
-    called with the phase and its finished fraction. Outputs of modules that have a part are not summed yet.
+    """Load a model, or the part of the rank `rank`, onto the device `target`; `kind` is "embed" or "classify".
+    `progress` is called with the phase and its finished fraction. Outputs of modules that have a part are not summed
+    yet.
 
     Raises `ModelError` for broken files, and `UnsupportedModelError` or `ConfigError` for a model or settings that are
     not supported.
     """
     folder = model_folder(config.model)
     hf_config = read_config(folder, config)
-    if gguf_file(config) is not None:
+    if _is_gguf(config, folder):
         raise UnsupportedModelError("GGUF files are supported for models that generate text, not for pooling models")
     text_config = hf_config.get_text_config()
     if getattr(hf_config, "is_encoder_decoder", False):
@@ -116,7 +115,7 @@ def load_pooling_model(
             "  not for pooling models"
         )
     dtype = device.select_dtype(target, config.dtype, getattr(text_config, "dtype", None))
-    source = _Source(folder, config, hf_config, dtype, target, shard)
+    source = _Source(folder, config, hf_config, dtype, target, rank)
     progress("loading weights", 0.0)
     if kind == "embed":
         model = _embedder(source)
@@ -126,6 +125,14 @@ def load_pooling_model(
         model = _classifier(source)
     progress("loading weights", 1.0)
     return model
+
+
+def _is_gguf(config: EngineConfig, folder: Path) -> bool:
+    """Return whether the weights would be read from a GGUF file."""
+    if config.load_format not in ("auto", "gguf"):
+        return False
+    is_only = any(folder.glob("*.gguf")) and not any(folder.glob("*.safetensors"))
+    return config.load_format == "gguf" or Path(config.model) != folder or is_only
 
 
 def _embedder(source: _Source) -> PoolingModel:
@@ -264,11 +271,8 @@ def _load(source: _Source, auto_class: Any) -> tuple[Any, RankParts]:
         raise ModelError(f"{source.folder} lacks {len(missing)} weights that its config asks for, such as {missing[0]}")
     module.eval().requires_grad_(False)
     parts = WHOLE
-    if not source.shard.is_whole:
-        name = type(module).__name__
-        # The head stays whole: scores need the rows of two of its tokens alone.
-        parts = split(module, name, source.shard, SplitRules(keeps_head=True))
-        check_norms(name, parts)
+    if config.tensor_parallel_size > 1:
+        parts = split_pooling(module, source.rank, config.tensor_parallel_size)
         # Each rank reads the whole model into host memory first.
         split_module(module, parts)
         narrow(module, parts)

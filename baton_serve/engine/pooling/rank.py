@@ -9,7 +9,6 @@ import sys
 import torch
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.world import World, place_of
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
@@ -21,7 +20,7 @@ from baton_serve.engine.parallel.commands import (
     RankLoaded,
     vectors_arrays,
 )
-from baton_serve.engine.parallel.tp_worker import main
+from baton_serve.engine.parallel.tp_worker import connect, main
 from baton_serve.engine.pooling.loader import load_pooling_model
 from baton_serve.engine.pooling.network import padded_batch
 
@@ -40,10 +39,9 @@ class PoolingWorker:
         # Use as many CPU threads as rank 0.
         torch.set_num_threads(first.threads)
         self._config = config = first.config
-        self._place = place_of(first.rank, config.tensor_parallel_size, ())
+        self._rank = first.rank
         self._device = devices.select_device(config.device, first.rank % config.ranks_per_node)
-        shard = self._place.shard
-        self._model = load_pooling_model(config, first.kind, self._device, lambda what, fraction: None, shard)
+        self._model = load_pooling_model(config, first.kind, self._device, lambda what, fraction: None, first.rank)
 
     def serve(self) -> None:
         """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
@@ -60,8 +58,8 @@ class PoolingWorker:
                     raise ChannelError(f"a pooling model has no {type(command).__name__}")
 
     def _join(self, command: JoinGroup) -> None:
-        world, maps_memory = World(command.store, self._place, self._device), not self._config.disable_custom_all_reduce
-        sum_outputs(self._model.module, self._model.parts, world.collectives(maps_memory=maps_memory))
+        group = connect(command.store, self._config, self._rank, self._device)
+        sum_outputs(self._model.module, self._model.parts, group)
         self._channel.send(self._channel.encode(CommandDone()))
 
     @torch.inference_mode()

@@ -14,7 +14,7 @@ from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache, KVMemoryKind
-from baton_serve.engine.kv.state_memory import StateMemory
+from baton_serve.engine.kv.state_memory import StateMemory, make_states
 from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
 from baton_serve.engine.parallel.tp_executor import make_executor
@@ -83,10 +83,7 @@ class KVCacheBuilder:
 
     def make_states(self, cache: KVCache) -> StateMemory:
         """Allocate the recurrent states of all batch slots. `cache` holds their checkpoints."""
-        # With several ranks the part of a block that a rank has in shared host memory is not contiguous. Models with
-        # states run on one rank, so that no other model needs the cache as bytes.
-        blocks = cache.device_tensor if self._states else cache.tensor.new_empty((0, 1), dtype=torch.uint8)
-        return StateMemory(self._states, self._limits.max_num_seqs, blocks)
+        return make_states(self._states, self._limits.max_num_seqs, cache)
 
     def make(self, num_blocks: int) -> KVCache:
         """Allocate the KV cache with this number of blocks, on all ranks. If it is in host memory, or has a mirror

@@ -51,6 +51,10 @@ class MirrorRefs:
         self.free_mirror(block for block in blocks if self._users[block] <= 0)
         self._users += Counter()  # drops entries with a count of 0
 
+    def free_unused(self, blocks: Iterable[int]) -> None:
+        """Free the memory of these blocks in the mirror. Blocks that a transport reads stay there."""
+        self.free_mirror([block for block in blocks if not self._users[block]])
+
     def free_mirror(self, blocks: Iterable[int]) -> None:
         """Free the memory of these blocks in the mirror, which is host memory, because a transfer that was to fill them
         has failed."""

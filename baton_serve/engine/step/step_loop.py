@@ -18,7 +18,6 @@ from baton_serve.engine.execution.executor import AfterLayer
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.kv.state_memory import StateMemory
 from baton_serve.engine.parallel.tp_executor import BlockCopier
 from baton_serve.engine.step.engine_stats import StepMeter
 from baton_serve.engine.step.in_flight import (
@@ -30,6 +29,7 @@ from baton_serve.engine.step.in_flight import (
 )
 from baton_serve.engine.step.layer_groups import LayerGroupReporter
 from baton_serve.engine.step.mirror_refs import MirrorRefs
+from baton_serve.engine.step.state_copies import StateCopier
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class CacheMemory:
     host: HostTierMemory
     copier: BlockCopier
     mirror_refs: MirrorRefs
-    states: StateMemory
+    states: StateCopier
 
     def copy_forked_blocks(self, table: RequestTable) -> None:
         """Execute the planned copies of KV blocks and of recurrent states that further sequences of requests with n > 1
