@@ -93,10 +93,10 @@ Tests compare tokens and timestamps with transformers (`tests/engine/test_speech
 
 ## Over several devices
 
-`--tensor-parallel-size N` divides all families but those for speech: heads, also of linear attention by the gated delta
-rule, widths of MLPs and of experts; with `--enable-expert-parallel` whole experts. Other layers with recurrent states
-stay whole. N must divide the heads, and divide the KV heads or be a multiple of them. In CI tiny models of each kind
-give transformers' tokens on two and four ranks (`tests/engine/test_rank_parts.py`, vectors: `test_pooling.py`).
+`--tensor-parallel-size N` divides all families but those for speech: heads, also of the gated delta rule, widths of
+MLPs and experts; with `--enable-expert-parallel` whole experts. Other recurrent layers stay whole. N must divide the
+heads, and divide the KV heads or be a multiple of them. CI compares tiny models with transformers
+(`tests/engine/test_rank_parts.py`).
 
 ## Not served
 

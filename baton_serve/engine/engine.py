@@ -46,13 +46,13 @@ from baton_serve.engine.parallel.tp_executor import make_block_copier, make_exec
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.token_masks import TokenMasker
+from baton_serve.engine.step.cache_memory import CacheMemory, make_state_copier
 from baton_serve.engine.step.cache_sizing import KVCacheBuilder
 from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups
 from baton_serve.engine.step.mirror_refs import MirrorRefs
 from baton_serve.engine.step.profiling import TorchProfiler
-from baton_serve.engine.step.state_copies import make_state_copier
-from baton_serve.engine.step.step_loop import CacheMemory, StepLoop
+from baton_serve.engine.step.step_loop import StepLoop
 from baton_serve.engine.step.warm_up import compile_kernels, measure_speed, run_warm_up_batch
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ On accelerators the next step is launched before the tokens of the current one a
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import torch
 
@@ -16,9 +15,7 @@ from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import SequenceState
 from baton_serve.engine.execution.executor import AfterLayer
 from baton_serve.engine.execution.runner import ModelRunner
-from baton_serve.engine.kv.host_blocks import HostTierMemory
-from baton_serve.engine.kv.kv_cache import KVCache
-from baton_serve.engine.parallel.tp_executor import BlockCopier
+from baton_serve.engine.step.cache_memory import CacheMemory
 from baton_serve.engine.step.engine_stats import StepMeter
 from baton_serve.engine.step.in_flight import (
     InFlightStep,
@@ -28,42 +25,8 @@ from baton_serve.engine.step.in_flight import (
     runs_longer_than_launch,
 )
 from baton_serve.engine.step.layer_groups import LayerGroupReporter
-from baton_serve.engine.step.mirror_refs import MirrorRefs
-from baton_serve.engine.step.state_copies import StateCopier
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheMemory:
-    """The memory of all KV: the cache on the device, the host tier, the mirror that several ranks share, and the
-    recurrent states."""
-
-    kv: KVCache
-    host: HostTierMemory
-    copier: BlockCopier
-    mirror_refs: MirrorRefs
-    states: StateCopier
-
-    def copy_forked_blocks(self, table: RequestTable) -> None:
-        """Execute the planned copies of KV blocks and of recurrent states that further sequences of requests with n > 1
-        need. Called after each step."""
-        # Not later: a block that is freed before it was copied could be filled by another request.
-        copies = table.take_copies()
-        self.host.move()
-        if copies:
-            self.host.before(block for copy in copies for block in copy)
-            self.copier.copy_blocks([c.source for c in copies], [c.target for c in copies])
-        self.copy_states(table)
-
-    def copy_states(self, table: RequestTable) -> None:
-        """Execute the planned copies of recurrent states. Called before the next step is launched, and before anything
-        else uses their blocks."""
-        if copies := table.checkpoints.take_copies():
-            # Blocks of new checkpoints may have to be copied to the host tier first.
-            self.host.move()
-            self.host.before(block for copy in copies for block in copy.blocks)
-            self.states.execute(copies)
 
 
 class StepLoop:
