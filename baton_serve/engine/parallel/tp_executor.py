@@ -147,7 +147,7 @@ class PipelineExecutor:
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
         self._ranks.send_command(replay_command(arrays))
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             result = self._own.replay(arrays)
         return replace(result, vocab_size=self._not_yet.shape[1], computed=self._not_yet)
 
