@@ -142,7 +142,7 @@ class PipelineExecutor:
     @torch.inference_mode()
     def discard(self, num_rows: int) -> None:
         self._ranks.send_command(FinishStep(num_rows, has_logits=False), to_first_stage=True)
-        with _run_on_all_ranks():
+        with run_on_all_ranks():
             self._forward.discard(num_rows)
 
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
