@@ -379,6 +379,18 @@ def newer_name(name: str) -> str:
     return "model." + name.replace("language_model.model.", "language_model.")
 
 
+def test_graphs_of_several_ranks_have_the_embeddings_of_rank_0(
+    llava: Llava, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    with reader(llava.folder, tensor_parallel_size=2) as engine:
+        before = sum(graph.replays for graph in captured.graphs)
+        add(engine, work_of(engine, "one", ONE, max_tokens=1), ONE)
+        assert run(engine)["one", 0] == llava.answers[0][:1]
+        assert sum(graph.replays for graph in captured.graphs) == before + 2
+        assert ask_all(engine) == llava.answers
+
+
 def test_several_ranks_have_the_embeddings_of_rank_0(llava: Llava, monkeypatch: pytest.MonkeyPatch) -> None:
     use_threads(monkeypatch)
     with reader(llava.folder, tensor_parallel_size=2, max_num_batched_tokens=24) as engine:

@@ -66,13 +66,14 @@ def adapt_positions(module: nn.Module) -> bool:
     model: Any = module.model
     rotary = model.rotary_emb
     plain = rotary.forward
-    rows = torch.tensor(axes, device=rotary.inv_freq.device)
+    # A buffer goes with the module if its weights are moved to the device later.
+    rotary.register_buffer("axes", torch.tensor(axes, device=rotary.inv_freq.device), persistent=False)
 
     def forward(hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         if position_ids.dim() == 2:
             rotated: tuple[Tensor, Tensor] = plain(hidden, position_ids)
             return rotated
-        angles = row_angles(position_ids[:, 0], rows, rotary.inv_freq)[None]
+        angles = row_angles(position_ids[:, 0], rotary.axes, rotary.inv_freq)[None]
         angles = torch.cat((angles, angles), dim=-1)
         cos, sin = angles.cos() * rotary.attention_scaling, angles.sin() * rotary.attention_scaling
         return cos.to(hidden.dtype), sin.to(hidden.dtype)
