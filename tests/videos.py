@@ -1,6 +1,7 @@
 """Videos that are made for tests."""
 
 import base64
+from functools import cache
 from io import BytesIO
 from typing import Any
 
@@ -17,8 +18,9 @@ def frame(number: int, moment: int, size: tuple[int, int]) -> Any:
     return np.stack(colours, axis=-1).astype(np.uint8)
 
 
+@cache
 def video(number: int, *, kind: str = "mp4", count: int = 24, size: tuple[int, int] = (64, 48), fps: int = 8) -> bytes:
-    """A file of `count` frames."""
+    """A file of `count` frames. Encoders with threads write other bytes each time, so equal calls return one file."""
     import av
 
     out = BytesIO()

@@ -147,6 +147,7 @@ def _onevision(token: Callable[[str], int]) -> dict[str, Any]:
         "text_config": {**TEXT, "model_type": "qwen2"},
         "vision_config": SIGLIP,
         "image_token_index": token("<image>"),
+        "video_token_index": token("<video>"),
         "image_grid_pinpoints": ONEVISION_GRID,
         "vision_aspect_ratio": "anyres_max_3",
         "vision_feature_layer": -1,

@@ -7,6 +7,7 @@ import msgspec
 
 from baton_serve.contracts.media import Clip, Embedded, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.frames import FrameRules
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
 from baton_serve.contracts.vision.sound_rules import SoundRules
 from baton_serve.contracts.vision.videos import VideoRules
@@ -30,7 +31,7 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     """False if other tokens may stand among those of an image."""
     attends_both_ways: bool = False
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
-    video: VideoRules | None = None
+    video: VideoRules | FrameRules | None = None
     """How the model reads videos; None if it does not, or not in a way that is supported."""
     audio: SoundRules | None = None
     """How the model reads audio; None if it does not, or not in a way that is supported."""

@@ -6,6 +6,7 @@ import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.frames import frame_rules
 from baton_serve.contracts.vision.media_text import Parts
 from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
@@ -46,6 +47,7 @@ class _Config(msgspec.Struct, frozen=True):
 class _Tokens(msgspec.Struct, frozen=True):
     start_image_token: str = "<img>"
     end_image_token: str = "</img>"
+    video_token: str = "<video>"
 
 
 def family(facts: ModelFacts) -> ImageFamily:
@@ -53,6 +55,13 @@ def family(facts: ModelFacts) -> ImageFamily:
     known, tokens = msgspec.convert(facts.config, _Config), msgspec.convert(facts.tokenizer, _Tokens)
     return InternVLImages(
         image_token_id=known.image_token_id,
+        video=frame_rules(
+            facts,
+            token_id=known.image_token_id,
+            placeholder=tokens.video_token,
+            tokens=known.image_seq_length,
+            label=(f"Frame{{}}: {tokens.start_image_token}", tokens.end_image_token),
+        ),
         # The processor of the whole model cuts images, whatever preprocessor_config.json says.
         processor_settings={"crop_to_patches": True},
         tiles=tile_rules(facts, cuts=True),

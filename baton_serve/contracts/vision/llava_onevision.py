@@ -6,6 +6,7 @@ import msgspec
 
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.frames import frame_rules, pooled
 from baton_serve.contracts.vision.llava import Size, best_fit, unpadded
 from baton_serve.contracts.vision.media_text import Parts
 
@@ -54,6 +55,8 @@ class _Config(msgspec.Struct, frozen=True):
     vision_config: _Tower = _Tower()
     image_token_id: int | None = None
     image_token_index: int = 151646
+    video_token_id: int | None = None
+    video_token_index: int = 151647
     image_grid_pinpoints: list[Size] | None = None
     vision_aspect_ratio: str = "anyres_max_9"
     vision_feature_select_strategy: str = "full"
@@ -68,11 +71,14 @@ def family(facts: ModelFacts) -> ImageFamily:
     known = msgspec.convert(facts.config, _Config)
     edges = range(384, 2304 + 1, 384)
     stated = known.image_grid_pinpoints or msgspec.convert(facts.images, _Images).image_grid_pinpoints
+    side = known.vision_config.image_size // known.vision_config.patch_size
+    video_id = known.video_token_index if known.video_token_id is None else known.video_token_id
     return OneVisionImages(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
         grid=stated or [(tall, wide) for tall in edges for wide in edges],
         tile=known.vision_config.image_size,
-        side=known.vision_config.image_size // known.vision_config.patch_size,
+        video=frame_rules(facts, token_id=video_id, placeholder=video_id, tokens=pooled(side)),
+        side=side,
         max_tiles=int(known.vision_aspect_ratio.removeprefix("anyres_max_")),
         num_dropped=int(known.vision_feature_select_strategy == "default"),
     )

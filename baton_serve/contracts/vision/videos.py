@@ -63,6 +63,11 @@ class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
         return _READS[self.sampler] | {"min_pixels", "max_pixels", "size", "num_frames", "do_sample_frames"}
 
     @property
+    def least_frames(self) -> int:
+        """Return the fewest frames of a video, which are as many as the tower reads together."""
+        return self.sampling.temporal
+
+    @property
     def least_text(self) -> MediaText:
         """Return the video that takes the fewest tokens."""
         group = self.sampling.temporal

@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 
 from baton_serve.contracts.media import Clip, MediaHeader, with_header
+from baton_serve.contracts.vision.frames import FrameRules
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.model.vision.video_reader import described
@@ -51,7 +52,7 @@ def given_video(video: object) -> GivenVideo:
     return GivenVideo(frames=frames, metadata=metadata)
 
 
-def file_of(video: GivenVideo, rules: VideoRules, settings: Mapping[str, Any]) -> bytes:
+def file_of(video: GivenVideo, rules: VideoRules | FrameRules, settings: Mapping[str, Any]) -> bytes:
     """Return a video with the header that says which frames the model sees.
 
     `settings` are the `mm_processor_kwargs`, which `rules` have already. Raises `RequestError` or `UnfitImageError`.
@@ -69,7 +70,8 @@ def file_of(video: GivenVideo, rules: VideoRules, settings: Mapping[str, Any]) -
     if stated.get("frames_indices") is None:
         total = count
         if _samples(stated, settings):
-            indexes = msgspec.structs.replace(rules, samples=True).sample(count, fps)
+            sampling = msgspec.structs.replace(rules, samples=True) if isinstance(rules, VideoRules) else rules
+            indexes = sampling.sample(count, fps)
             frames = frames[indexes]
     clip = Clip(width=width, height=height, num_frames=total, fps=fps, indexes=indexes, is_raw=True)
     return with_header(np.ascontiguousarray(frames).tobytes(), MediaHeader(dict(settings), clip))

@@ -148,8 +148,10 @@ class ServedModel:
             mark = f"{before}{self.tokenizer.token(self.vision.audio.token_id)}{behind}"
             found |= {"audio_url": mark, "input_audio": mark}
         if self.vision.video is not None:
-            before, behind = self.vision.video.least_text.around
-            found["video_url"] = f"{before}{self.tokenizer.token(self.vision.video.placeholder_id)}{behind}"
+            least = self.vision.video.least_text
+            place = least.placeholder
+            mark = (self.tokenizer.token(place) or "") if isinstance(place, int) else place
+            found["video_url"] = f"{least.around[0]}{mark}{least.around[1]}"
         return found
 
     def image_places(self, text: str, media: Sequence[MediaPart], settings: Mapping[str, Any]) -> ImagePlaces | None:

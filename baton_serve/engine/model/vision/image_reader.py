@@ -25,12 +25,13 @@ from baton_serve.contracts.media import (
     span_digests,
     split_header,
 )
-from baton_serve.contracts.vision import ImageFamily, configured
+from baton_serve.contracts.vision import ImageFamily, MediaText, configured
+from baton_serve.contracts.vision.frames import FrameRules
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.speech.sounds import HFSoundReader
 from baton_serve.engine.model.vision.pixel_table import PixelTable, pixel_table
 from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
-from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values
+from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values, pixels_of
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 MAX_PIXELS = 1 << 27
@@ -116,6 +117,8 @@ class HFImageReader:
         """
         text = family.text_of(width=clip.width, height=clip.height, clip=clip)
         assert family.video is not None, "what a video becomes is known"
+        if isinstance(family.video, FrameRules):
+            return self._pictures(pixels_of(frames, family.video).to(self.dtype), clip, text)
         patches, grid = pixel_values(frames, clip, family.video)
         per_token = (family.video.side // family.video.patch) ** 2
         joined = family.video.side // family.video.patch
@@ -128,6 +131,14 @@ class HFImageReader:
             DecodedImage({"pixel_values_videos": part, "video_grid_thw": shape}, clip.width, clip.height, one)
             for part in patches.to(self.dtype).chunk(parts)
         ]
+
+    def _pictures(self, pixels: Tensor, clip: Clip, text: MediaText) -> list[DecodedImage]:
+        """Return the pictures of a video from the pixels of its frames [frames, 3, height, width]: one for each frame
+        that has a span of its own, or one for all."""
+        if isinstance(text.parts[0], int):
+            return [DecodedImage({"pixel_values_videos": pixels[None]}, clip.width, clip.height, text)]
+        one = replace(text, parts=text.parts[1:2], grids=(None,))
+        return [DecodedImage({"pixel_values": frame[None]}, clip.width, clip.height, one) for frame in pixels]
 
     def _image(self, data: memoryview, family: ImageFamily) -> DecodedImage:
         """Decode one image and preprocess it."""

@@ -245,7 +245,7 @@ def _try_video(tower: VisionTower, folder: Path, text: HfConfig) -> None:
     """Encode a short video, if the model reads videos. Raises `ModelError`."""
     if tower.family.video is None:
         return
-    count = tower.family.video.sampling.temporal * 2
+    count = tower.family.video.least_frames * 2
     width, height = _TRIED[0]
     clip = Clip(width=width, height=height, num_frames=count, fps=2.0, indexes=list(range(count)), is_raw=True)
     frames = [torch.full((3, height, width), 120, dtype=torch.uint8)] * count

@@ -4,7 +4,7 @@ The steps are those of transformers' video processors, which need torchvision; h
 """
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import Timer
 from typing import IO
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from baton_serve.child_command import module_command
 from baton_serve.contracts.media import Clip, TokenGrid, VideoFile, VideoTask
+from baton_serve.contracts.vision.frames import FrameRules
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine.errors import RequestError
 
@@ -69,9 +70,7 @@ def pixel_values(frames: Iterator[Tensor], clip: Clip, rules: VideoRules) -> tup
     scaled = [_scaled(frame, size, rules) for frame in frames]
     group = rules.sampling.temporal
     scaled += scaled[-1:] * (-len(scaled) % group)
-    factor = 1.0 / rules.rescale_factor
-    mean, std = (torch.tensor(values)[:, None, None] * factor for values in (rules.mean, rules.std))
-    video = torch.stack(scaled).to(torch.float32).sub_(mean).div_(std)
+    video = _normalized(scaled, rules)
     joined, patch = rules.side // rules.patch, rules.patch
     split = video.view(grid.frames, group, 3, grid.rows, joined, patch, grid.columns, joined, patch)
     # The tower reads patches of one token one after another, and of each the colours before the frames.
@@ -79,7 +78,18 @@ def pixel_values(frames: Iterator[Tensor], clip: Clip, rules: VideoRules) -> tup
     return patches.reshape(-1, 3 * group * patch * patch), grid
 
 
-def _scaled(frame: Tensor, size: tuple[int, int], rules: VideoRules) -> Tensor:
+def pixels_of(frames: Iterator[Tensor], rules: FrameRules) -> Tensor:
+    """Return the pixels of all frames in the size of the tower, float32 [frames, 3, height, width]."""
+    return _normalized([_scaled(frame, (rules.height, rules.width), rules) for frame in frames], rules)
+
+
+def _normalized(frames: Sequence[Tensor], rules: VideoRules | FrameRules) -> Tensor:
+    factor = 1.0 / rules.rescale_factor
+    mean, std = (torch.tensor(values)[:, None, None] * factor for values in (rules.mean, rules.std))
+    return torch.stack(list(frames)).to(torch.float32).sub_(mean).div_(std)
+
+
+def _scaled(frame: Tensor, size: tuple[int, int], rules: VideoRules | FrameRules) -> Tensor:
     """Return a frame [3, height, width] in another size."""
     if tuple(frame.shape[-2:]) == size:
         return frame
