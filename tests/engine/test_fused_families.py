@@ -94,7 +94,7 @@ def test_weights_in_bfloat16_are_packed_for_the_cpu(
     library = layer_kernels(torch.device("cpu"), torch.bfloat16)
     if isinstance(library, CpuLayers) and has_packed_linear(library.library):
         assert packed and all(isinstance(weight, Matrix) for weight in packed)
-    assert torch.allclose(*found, atol=0.1), (found[0] - found[1]).abs().max()
+    assert torch.allclose(found[0], found[1], atol=0.1), (found[0] - found[1]).abs().max()
 
 
 def test_every_row_of_the_table_is_compared_with_transformers(references: References) -> None:
