@@ -20,7 +20,7 @@ MIN_SIZE = 64
 """Smallest padded size of a state, as for the delta rule (`delta_chunks.py`)."""
 CHUNK_VALUES = 64
 """Inputs of a head that a program computes for prompts. Fewer would repeat the scores of a chunk more often."""
-CHUNK_WARPS, CHUNK_STAGES = 8, 1
+CHUNK_WARPS, CHUNK_STAGES = 4, 1
 STEP_ELEMENTS = 4096
 """Elements of a state that a program of a step of one token holds."""
 FEW_PROGRAMS = 1024
