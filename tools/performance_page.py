@@ -36,7 +36,7 @@ PLOTS = {
 """A line below the tables of a question."""
 
 LESS_IS_BETTER = {"ms", "s", "µs", "GB", "MiB", "%", "errors", "of 10 min"}
-MORE_IS_BETTER = {"windows/s", "× real time", "tok/s", "req/s", "million/s", "GB/s", "of memcpy", "requests"}
+MORE_IS_BETTER = {"windows/s", "x real time", "tok/s", "req/s", "million/s", "GB/s", "of memcpy", "requests"}
 
 HEAD = """# Performance
 

@@ -126,7 +126,7 @@ async def start(settings: RouterSettings, lifecycle: Lifecycle, worker: RouterPr
         first_turn=secrets.randbits(32),
         prefill_fallback_after_s=prefill_fallback_after_s(settings),
     )
-    admission = admission_control(settings, keys)
+    admission = admission_control(settings, has_several_owners=keys.has_several_owners)
     models = Models(
         settings,
         cluster=cluster,
@@ -308,9 +308,9 @@ def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
     )
 
 
-def admission_control(settings: RouterSettings, keys: ApiKeys) -> AdmissionControl:
-    """Return the limits on all requests of the router together, which the owners of `keys` share. All its models share
-    the returned object.
+def admission_control(settings: RouterSettings, *, has_several_owners: bool) -> AdmissionControl:
+    """Return the limits on all requests of the router together, of which no owner of API keys may take everything if
+    there are several. All models of the router share the returned object.
     """
     return AdmissionControl(
         AdmissionRules(
@@ -318,7 +318,7 @@ def admission_control(settings: RouterSettings, keys: ApiKeys) -> AdmissionContr
             dispatch_ahead_s=settings.dispatch_ahead_s,
         ),
         max_requests=settings.max_concurrent_requests,
-        has_several_owners=keys.has_several_owners,
+        has_several_owners=has_several_owners,
         retries=RetryBudget(settings.retry_budget),
     )
 

@@ -39,7 +39,7 @@ from baton_serve.contracts.vision import image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig, device
 from baton_serve.engine.model.vision.kept_pictures import KeptPictures
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, DecodedImage, Pixels
 from baton_serve.engine.model.vision.tower import load_tower
 
 SMALL_KV_BYTES = 64 << 20
@@ -169,6 +169,7 @@ def tower_s(options: argparse.Namespace, config: EngineConfig) -> float:
     assert tower is not None, "the shape reads images"
     file = new_image(np.random.default_rng(3), options.image_size)
     (picture,) = tower.reader.read([file]).values()
+    assert isinstance(picture, DecodedImage)
     return median_s(target, lambda: tower.encode(picture), options.rounds)
 
 
