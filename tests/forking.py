@@ -19,6 +19,7 @@ PRELOADED = [
     "baton_serve.services.local.main",
     "baton_serve.engine.loading.model_loader",
     "transformers.models.llama.modeling_llama",
+    "tests.forked_ranks",
     PEER,
     __name__,
 ]

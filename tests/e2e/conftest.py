@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import forked_ranks as forked_ranks
 from tests.e2e.cluster import Cluster
 from tests.tiny_models import write_tiny_model
 

@@ -10,6 +10,7 @@ import torch
 from transformers import CONFIG_MAPPING
 
 from baton_serve.engine import device
+from tests import forked_ranks as forked_ranks
 from tests.engine.rank_threads import use_threads
 from tests.tiny_models import FAMILIES, load_reference, write_tiny_model
 

@@ -15,10 +15,12 @@ from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.collectives.world import RankPlace, World
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.parallel import ranks
 from baton_serve.engine.parallel.tp_executor import TPExecutor
 from tests.devices import DEVICE
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.forked_ranks import as_program
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -60,7 +62,9 @@ def test_steps_launched_ahead_sampled_and_forked(references: References) -> None
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a device that waits for a dead rank ends with its process only")
-def test_an_engine_ends_with_its_ranks(references: References) -> None:
+def test_an_engine_ends_with_its_ranks(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank is a program, as it is for users; those of the other tests are forks."""
+    monkeypatch.setattr(ranks, "_start", as_program)
     heard: list[str] = []
     reported = threading.Event()
 

@@ -1,0 +1,81 @@
+"""Lets the engines of a process that imports this fork their ranks from the tests' server of `tests.forking`.
+
+A rank that starts as a program imports torch and transformers: 4 CPU seconds. That it does start as a program is proved
+by `test_parallel.py`, with `as_program`.
+"""
+
+import gc
+import multiprocessing
+import multiprocessing.forkserver as stdlib
+import os
+import socket
+import subprocess
+from collections.abc import Mapping
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from baton_serve.engine.parallel import ranks, tp_worker
+from baton_serve.engine.parallel.channel import Channel
+from baton_serve.engine.parallel.commands import CommandAnswer
+
+as_program = ranks._start
+
+
+class _Forked:
+    """As much of `subprocess.Popen` as `Ranks` and its tests use."""
+
+    def __init__(self, process: BaseProcess) -> None:
+        assert process.pid is not None
+        self.pid = process.pid
+        self._process = process
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        status = self._process.exitcode
+        if status is None:
+            raise subprocess.TimeoutExpired("a rank", timeout or 0.0)
+        return status
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
+def as_fork(number: int) -> ranks._Rank:
+    """Stands in for `ranks._start`."""
+    if multiprocessing.parent_process() is None:
+        from tests.forking import forks
+
+        forks()
+    else:  # this process is a fork of the server itself
+        stdlib._forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
+    ours, its = socket.socketpair()
+    outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2)]
+    with its:
+        arguments = (its, os.getpid(), dict(os.environ), *outputs)
+        process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
+        process.start()
+    for output in outputs:
+        output.close()
+    rank: Any = _Forked(process)
+    return ranks._Rank(number, rank, Channel(ours, CommandAnswer, send_timeout_s=ranks.SEND_TIMEOUT_S))
+
+
+def _run(
+    connection: socket.socket, parent: int, variables: Mapping[str, str], out: Connection, error: Connection
+) -> None:
+    gc.freeze()
+    gc.enable()
+    os.setpgid(0, os.getpgid(parent))
+    for target, end in ((1, out), (2, error)):
+        os.dup2(end.fileno(), target)
+        end.close()
+    os.environ.clear()
+    os.environ.update(variables)
+    os._exit(tp_worker.main([str(connection.detach()), str(parent)]))
+
+
+ranks._start = as_fork
