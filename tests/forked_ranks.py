@@ -4,6 +4,7 @@ A rank that starts as a program imports torch and transformers: 4 CPU seconds. T
 by `test_parallel.py`, with `as_program`.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import multiprocessing.forkserver as stdlib
@@ -13,7 +14,10 @@ import subprocess
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
+
+import psutil
 
 from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel
@@ -64,6 +68,20 @@ def as_fork(number: int) -> ranks._Rank:
     return ranks._Rank(number, rank, Channel(ours, CommandAnswer, send_timeout_s=ranks.SEND_TIMEOUT_S))
 
 
+def ranks_of(pid: int) -> list[psutil.Process]:
+    """Return the other ranks of an engine of the process `pid`, whose children forks are not."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name() == _name(pid):
+                found.append(process)
+    return found
+
+
+def _name(parent: int) -> str:
+    return f"rank {parent}"
+
+
 def _run(
     connection: socket.socket, parent: int, variables: Mapping[str, str], out: Connection, error: Connection
 ) -> None:
@@ -75,6 +93,7 @@ def _run(
         end.close()
     os.environ.clear()
     os.environ.update(variables)
+    Path("/proc/self/comm").write_text(_name(parent))
     os._exit(tp_worker.main([str(connection.detach()), str(parent)]))
 
 

@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.hanging import hang, hanging
 from tests.e2e.test_faults import BODY, FLAGS, stream_in_thread, text_of, wait_for_a_writer
+from tests.forked_ranks import ranks_of
 
 pytestmark = pytest.mark.slow
 LIMIT_S = 4.0
@@ -61,7 +62,7 @@ def test_a_rank_that_hangs_ends_its_instance_and_is_killed(llama: Path, tmp_path
     with Cluster(llama, args=(*WATCHED, "--config", str(config))) as cluster:
         expected = cluster.complete(**BODY)["choices"][0]["text"]
         (before,) = cluster.instances("prefill")
-        (rank,) = psutil.Process(cluster.pid("prefill")).children()
+        (rank,) = ranks_of(cluster.pid("prefill"))
         os.kill(rank.pid, signal.SIGSTOP)
         # Another prompt: this one is cached. With its only prefill worker gone, a decode worker may answer it.
         stream_in_thread(cluster, BODY | {"prompt": BODY["prompt"][::-1]})[0].join(60)

@@ -4,11 +4,11 @@ import os
 import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.test_equality import ALWAYS, NEW_TOKENS, expected_tokens, prompt_of, served_tokens
+from tests.forked_ranks import ranks_of
 from tests.tiny_models import write_tiny_model
 
 pytestmark = pytest.mark.slow
@@ -24,7 +24,7 @@ def test_tokens_through_ranks_and_after_the_death_of_one(option: str, tmp_path: 
     with Cluster(tmp_path / "model", args=(*ALWAYS, "--config", str(config), "--block-size", "16")) as cluster:
         assert served_tokens(cluster, prompt, NEW_TOKENS) == expected
         (before,) = cluster.instances("prefill")
-        (rank,) = psutil.Process(cluster.pid("prefill")).children()
+        (rank,) = ranks_of(cluster.pid("prefill"))
         os.kill(rank.pid, signal.SIGKILL)
 
         def restarted() -> bool:
