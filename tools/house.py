@@ -4,12 +4,9 @@
 `make house` prints one row for each figure, with its target. `tests/structure/test_house.py` keeps the targets.
 """
 
-import ast
-import io
 import itertools
 import os
 import re
-import tokenize
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -17,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from tools.prose import ROOT, Finding, findings_in, product_files, supporting_files
+from tools.reading import read
 
 SMALL_FILE_LINES = 60
 LARGE_CLASS_LINES = 250
@@ -127,22 +125,18 @@ def _room(module: str, prefix: str) -> str | None:
 
 def _imports(source: str, modules: Iterable[str]) -> Iterator[str]:
     known = set(modules)
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                yield full if full in known else node.module
+    for module, name in read(source).imports:
+        full = f"{module}.{name}"
+        yield full if name and full in known else module
 
 
 def duplicate_classes() -> dict[str, list[Path]]:
     """Return the public class names that two or more modules of the product define."""
     places: dict[str, list[Path]] = defaultdict(list)
     for path in product_files():
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                places[node.name].append(path)
+        for name, _, _ in read(path.read_text()).classes:
+            if not name.startswith("_"):
+                places[name].append(path)
     return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
@@ -150,13 +144,10 @@ def large_classes() -> list[str]:
     """Return the classes of `LARGE_CLASS_LINES` lines of code and more; docstrings and comments are not counted."""
     found: list[str] = []
     for path in product_files():
-        source = path.read_text()
-        lines = source.splitlines()
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.ClassDef):
-                own = "\n".join(lines[node.lineno - 1 : node.end_lineno])
-                if code_lines(own) >= LARGE_CLASS_LINES:
-                    found.append(f"{path.relative_to(ROOT)}: {node.name}")
+        reading = read(path.read_text())
+        for name, first, last in reading.classes:
+            if len(reading.code_lines.intersection(range(first, last + 1))) >= LARGE_CLASS_LINES:
+                found.append(f"{path.relative_to(ROOT)}: {name}")
     return found
 
 
@@ -184,36 +175,21 @@ def _module(path: Path) -> str:
 
 def _imported_names(source: str) -> Iterator[str]:
     """Return the modules that a source imports, and the names that it takes from them, both in full."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    for module, name in read(source).imports:
+        if name:
+            yield module
+            yield f"{module}.{name}"
 
 
 def comments_per_100_lines() -> float:
     """Return comments (runs of comment lines count by line) for each 100 lines of code."""
-    comments = code = 0
-    for path in product_files():
-        source = path.read_text()
-        comments += sum(t.type == tokenize.COMMENT for t in tokenize.generate_tokens(io.StringIO(source).readline))
-        code += code_lines(source)
-    return 100 * comments / code
+    readings = [read(path.read_text()) for path in product_files()]
+    return 100 * sum(len(r.comments) for r in readings) / sum(len(r.code_lines) for r in readings)
 
 
 def code_lines(source: str) -> int:
     """Count the lines that hold code: docstrings, comments and blank lines cost nothing."""
-    lines: set[int] = set()
-    skipped = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
-    documented = {
-        line
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in skipped:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines - documented)
+    return len(read(source).code_lines)
 
 
 @cache

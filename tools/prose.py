@@ -7,16 +7,15 @@ keeps the number of findings within a budget that only shrinks.
 """
 
 import argparse
-import ast
-import io
 import re
 import subprocess
 import sys
-import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from tools.reading import read
 
 ROOT = Path(__file__).resolve().parents[1]
 FORMS = {
@@ -39,7 +38,6 @@ FRAGMENT = re.compile(
 )
 INDEFINITE = re.compile(r"(All|Those|Whatever|Whoever|Nothing|Nobody)\b")
 EXCEPTION_ONLY = re.compile(r"Raises [`\w., or]+\.?$")
-HELP_ARGUMENTS = ("help", "description", "doc")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +116,13 @@ def _markdown(source: str) -> Iterator[_Text]:
 
 
 def _python(source: str) -> Iterator[_Text]:
-    for node in ast.walk(ast.parse(source)):
-        match node:
-            case ast.Expr(value=ast.Constant(value=str(text))):
-                yield _Text(node.lineno, text, is_docstring=True)
-            case ast.keyword(arg=name, value=ast.Constant(value=str(text))) if name in HELP_ARGUMENTS:
-                yield _Text(node.value.lineno, text)
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            yield _Text(token.start[0], token.string.lstrip("# "))
+    reading = read(source)
+    for line, text in reading.docstrings:
+        yield _Text(line, text, is_docstring=True)
+    for line, text in reading.helps:
+        yield _Text(line, text)
+    for line, text in reading.comments:
+        yield _Text(line, text.lstrip("# "))
 
 
 def main() -> None:
