@@ -27,7 +27,7 @@ as_program = ranks._start
 
 
 class _Forked:
-    """As much of `subprocess.Popen` as `Ranks` and its tests use."""
+    """Implements the part of `subprocess.Popen` that `Ranks` and its tests use."""
 
     def __init__(self, process: BaseProcess) -> None:
         assert process.pid is not None
@@ -49,7 +49,7 @@ class _Forked:
 
 
 def as_fork(number: int) -> ranks._Rank:
-    """Stands in for `ranks._start`."""
+    """Start the rank `number` as a fork; stands in for `ranks._start`."""
     if multiprocessing.parent_process() is None:
         from tests.forking import forks
 

@@ -12,7 +12,7 @@ _NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, to
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What one source contains. Texts are pairs of a line number and the text."""
+    """The contents of one source that the checks ask for. A text is a pair: its line number and the text itself."""
 
     docstrings: tuple[tuple[int, str], ...]
     helps: tuple[tuple[int, str], ...]
