@@ -48,8 +48,10 @@ class _Forked:
         self._process.kill()
 
 
-def as_fork(number: int) -> ranks._Rank:
-    """Start the rank `number` as a fork; stands in for `ranks._start`."""
+def as_fork(number: int, program: str) -> ranks._Rank:
+    """Start the rank `number` as a fork; stands in for `ranks._start`. Ranks of pooling models stay programs."""
+    if program != ranks.DECODER_RANK:
+        return as_program(number, program)
     if multiprocessing.parent_process() is None:
         from tests.forking import forks
 
