@@ -192,7 +192,7 @@ _TILE_LABELS = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in
 _IDEFICS_TOKENS = {"image_token": "<image>", "fake_image_token": "<fake_token_around_image>"}
 _IDEFICS_IMAGES = {"size": {"longest_edge": 48}, "max_image_size": {"longest_edge": 16}}
 
-_GEMMA4: Any = (
+_GEMMA4: tuple[str, tuple[str, dict[str, Any]], dict[str, str], str] = (
     "gemma4.processing_gemma4.Gemma4Processor",
     ("Gemma4ImageProcessorPil", {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}),
     {
@@ -226,8 +226,8 @@ FAMILIES: dict[str, VisionFamily] = {
             num_kv_shared_layers=1,
         ),
         *_GEMMA4,
-        ["<|video|>"],
-        _GEMMA4_PARTS,
+        labels=["<|video|>"],
+        processor_values=_GEMMA4_PARTS,
     ),
     "gemma4_both_ways": VisionFamily(
         _gemma4(
@@ -237,8 +237,8 @@ FAMILIES: dict[str, VisionFamily] = {
             use_bidirectional_attention="vision",
         ),
         *_GEMMA4,
-        ["<|video|>"],
-        _GEMMA4_PARTS,
+        labels=["<|video|>"],
+        processor_values=_GEMMA4_PARTS,
         least_step=80,
     ),
     "internvl": VisionFamily(

@@ -308,9 +308,9 @@ def with_cors(app: Gateway, settings: RouterSettings) -> AsgiApp:
     )
 
 
-def admission_control(settings: RouterSettings, *, has_several_owners: bool) -> AdmissionControl:
-    """Return the limits on all requests of the router together, of which no owner of API keys may take everything if
-    there are several. All models of the router share the returned object.
+def admission_control(settings: RouterSettings, *, has_several_owners: Callable[[], bool]) -> AdmissionControl:
+    """Return the limits on all requests of the router together, of which no owner of API keys may take everything
+    while `has_several_owners` returns True. All models of the router share the returned object.
     """
     return AdmissionControl(
         AdmissionRules(

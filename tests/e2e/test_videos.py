@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
+from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
@@ -30,7 +31,7 @@ def write_model(kind: str, folder: Path) -> None:
     """A tiny model with tokens for images and videos, and a chat template that writes them."""
     write_family(kind, generating_families()[kind], folder)
     family = family_of(folder)
-    assert family.video is not None
+    assert isinstance(family.video, VideoRules)
     names = {family.image_token_id: "<image>", family.video.placeholder_id: "<video>"}
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     more = range(tokenizer.get_vocab_size(), max(names) + 1)

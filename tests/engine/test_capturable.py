@@ -63,7 +63,7 @@ def test_a_step_that_is_captured_reads_nothing_back(family: str, tmp_path: Path)
         starts, tables = torch.zeros(BATCH + 1, dtype=torch.int32), torch.zeros(BATCH, 1, dtype=torch.int32)
         meta = AttentionMetadata(starts, starts[:BATCH], tables, numbers, max_query_len=1, max_context_len=64)
         cache = [torch.zeros(1, 2, 2, 16, 32) for _ in model.specs]
-        memory = StateMemory(model.states, BATCH, torch.zeros(1, 4096, dtype=torch.uint8))
+        memory = StateMemory(model.states, BATCH, torch.zeros(1, 4096, dtype=torch.uint8), torch.device("meta"))
         states = StepStates(numbers, [1] * BATCH, memory.views)
         logits = forward(StepInputs(numbers, numbers, None, meta, states=states), cache)
     assert logits.shape == (BATCH, model.vocab_size)

@@ -21,6 +21,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision import load_images
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.tower import load_tower
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.images import picture
@@ -161,6 +162,7 @@ def test_towers_are_found_under_all_names_and_beside_quantized_decoders(
     plain = load_tower(EngineConfig(model=str(tiny.folder), reads_images=True), torch.device("cpu"), torch.float32)
     assert tower is not None and plain is not None
     (seen,) = plain.reader.read(tiny.chats[0].images).values()
+    assert isinstance(seen, DecodedImage)
     torch.testing.assert_close(tower.encode(seen), plain.encode(seen))
 
 
@@ -202,6 +204,7 @@ def test_images_of_any_shape_are_bounded_tokens_and_pixels(tiny: Tiny) -> None:
             file = BytesIO()
             Image.new("RGB", size, (3, 200, 90)).save(file, "PNG")
             ((_, found),) = engine.image_reader.read([file.getvalue()]).items()
+            assert isinstance(found, DecodedImage)
             assert sum(tensor.nbytes for tensor in found.inputs.values()) < 1 << 20
     assert max(counted(family, size) for size in [(5792, 5792), (57900, 579), (579, 57900)]) <= 200  # 2^25 pixels
 

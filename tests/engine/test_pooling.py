@@ -271,7 +271,8 @@ def test_vectors_of_two_ranks_equal_transformers(tmp_path: Path, family: str, th
     # Both ranks have a part of each layer: the heads and the width of the MLP.
     model = engine._model
     assert len(model.parts.sums) == 4 and model.parts.attention.keys()
-    assert all(2 * model.module.get_submodule(name).weight.shape[1] in (32, 48) for name in model.parts.sums)
+    products = [cast(torch.nn.Linear, model.module.get_submodule(name)) for name in model.parts.sums]
+    assert all(2 * product.weight.shape[1] in (32, 48) for product in products)
     engine.close()
 
 

@@ -25,8 +25,10 @@ from baton_serve.contracts.vision import (
     write_parts_as_tokens,
 )
 from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.test_vision import TEXT, reader
 from tests.images import family_of, picture
@@ -104,7 +106,7 @@ class _Processor:
 def test_grids_and_times_are_those_of_transformers(kind: str) -> None:
     module, theirs, processor = theirs_of(kind)
     known = family(kind)
-    assert known.video is not None
+    assert isinstance(known.video, VideoRules)
     limits = theirs.size
     for width, height, count in ((640, 480, 24), (1920, 1080, 9), (90, 40, 7), (20, 600, 4), (3000, 100, 30)):
         indexes = [7 * number for number in range(count)]
@@ -130,7 +132,7 @@ def test_grids_and_times_are_those_of_transformers(kind: str) -> None:
 def test_settings_replace_the_processors_and_others_are_refused_by_name() -> None:
     known = family("qwen2_5_vl")
     changed = configured(known, {"fps": 1, "max_pixels": 28 * 28 * 16, "size": {"shortest_edge": 784}})
-    assert changed.video is not None and known.video is not None
+    assert isinstance(changed.video, VideoRules) and known.video is not None
     assert len(known.video.sample(240, 24.0)) == 20 and len(changed.video.sample(240, 24.0)) == 10
     assert changed.video.max_pixels == 28 * 28 * 16 and changed.video.min_pixels == 784
     assert changed.processor_settings == {"size": {"shortest_edge": 784, "longest_edge": 28 * 28 * 16}}
@@ -182,7 +184,7 @@ class Model:
         """Return transformers' greedy answer to the pixels that `images`, an engine's reader, returns."""
         tokens, spans, files = self.prompt(pieces)
         rules = self.family.video
-        assert rules is not None
+        assert isinstance(rules, VideoRules)
         given: dict[str, Any] = {}
         types = torch.zeros(1, len(tokens), dtype=torch.int32)
         pixels = images.read(files)
@@ -271,7 +273,8 @@ def test_frames_as_they_are_and_frames_of_a_file_become_the_same_pixels(model: M
     with reader(model.folder, **LIMITS) as engine:
         assert engine.image_reader is not None
         found = engine.image_reader.read([with_header(raw, MediaHeader(SETTINGS, clip))])
-        assert sum(len(one.inputs["pixel_values_videos"]) for one in found.values()) > 0
+        pictures = [one for one in found.values() if isinstance(one, DecodedImage)]
+        assert sum(len(one.inputs["pixel_values_videos"]) for one in pictures) > 0
         for wrong in (raw[:-1], b""):
             with pytest.raises(RequestError, match="does not have the frames"):
                 engine.image_reader.read([with_header(wrong, MediaHeader(SETTINGS, clip))])

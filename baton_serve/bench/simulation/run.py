@@ -122,7 +122,7 @@ async def _simulate(scenario: Scenario) -> SimulationResult:
     dispatcher = Dispatcher(
         cluster,
         rules=request_policy(settings),
-        admission=admission_control(settings, has_several_owners=False),
+        admission=admission_control(settings, has_several_owners=lambda: False),
         metrics=RouterMetrics(CollectorRegistry(), "simulated"),
         clock=loop.time,
     )

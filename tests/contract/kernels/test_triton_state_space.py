@@ -71,7 +71,7 @@ def test_the_twin_of_mamba_2_equals_the_functions_of_transformers(lengths: list[
     for length, slot in zip(lengths, sequences.slots.tolist(), strict=True):
         rows, state = slice(start, start + length), before[slot : slot + 1]
         x, b, c = torch.split(inputs.xbc[rows], [heads * head_dim, groups * size, groups * size], dim=1)
-        x, b, c = x.unflatten(1, (heads, -1)), b.unflatten(1, (groups, -1)), c.unflatten(1, (groups, -1))
+        x, b, c = (part.view(length, count, -1) for part, count in ((x, heads), (b, groups), (c, groups)))
         if length == 1:
             step, bias, skip = (
                 part[..., None].expand(*part.shape, head_dim)

@@ -48,7 +48,7 @@ class Router:
             fakes, fakes, clock=time.monotonic, prefill_fallback_after_s=prefill_fallback_after_s(settings)
         )
         api_keys = ApiKeys(keys)
-        self.admission = admission_control(settings, api_keys)
+        self.admission = admission_control(settings, has_several_owners=api_keys.has_several_owners)
         self.dispatcher = Dispatcher(
             self.cluster,
             rules=request_policy(settings),

@@ -3,8 +3,9 @@
 import base64
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from io import BytesIO
+from types import MappingProxyType
 from typing import Any
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -46,7 +47,7 @@ def sent(*contents: str | bytes, grid: bytes | None = None, **more: Any) -> dict
     return body
 
 
-def archive(pickled: bytes, compression: int = 0, **files: bytes) -> bytes:
+def archive(pickled: bytes, files: Mapping[str, bytes] = MappingProxyType({}), compression: int = 0) -> bytes:
     out = BytesIO()
     with ZipFile(out, "w", compression) as written:
         written.writestr("archive/data.pkl", pickled)
@@ -132,14 +133,14 @@ HOSTILE: dict[str, tuple[bytes | str, str]] = {
     "a dict": (saved({"x": ROWS}), "single tensor"),
     "a parameter": (saved(torch.nn.Parameter(ROWS)), "single tensor"),
     "no values": (archive(_PICKLE), "single tensor"),
-    "too few values": (archive(_PICKLE, **{"data/0": _DATA[:-4]}), "does not fit its 188 bytes"),
-    "compressed": (archive(_PICKLE, ZIP_DEFLATED, **{"data/0": bytes(1 << 22)}), "compressed"),
+    "too few values": (archive(_PICKLE, {"data/0": _DATA[:-4]}), "does not fit its 188 bytes"),
+    "compressed": (archive(_PICKLE, {"data/0": bytes(1 << 22)}, ZIP_DEFLATED), "compressed"),
     "a long pickle": (archive(b"(" * 100_000), "single tensor"),
     "a pickle that ends": (archive(_PICKLE[:-20]), "single tensor"),
     "tuples without marks": (archive(b"\x80\x02tttt."), "single tensor"),
     "a huge memo": (archive(b"\x80\x02Nr\xff\xff\xff\x7f."), "single tensor"),
-    "many entries": (archive(b"", **{str(at): b"" for at in range(2000)}), "single tensor"),
-    "big-endian": (archive(_PICKLE, **{"data/0": _DATA, "byteorder": b"big"}), "big-endian"),
+    "many entries": (archive(b"", {str(at): b"" for at in range(2000)}), "single tensor"),
+    "big-endian": (archive(_PICKLE, {"data/0": _DATA, "byteorder": b"big"}), "big-endian"),
     "an older format": (b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.", "single tensor"),
     "a huge header": ((1 << 62).to_bytes(8, "little") + b"{}", "single tensor"),
     "two tensors": (save({"x": ROWS, "y": ROWS.clone()}), "has 2 tensors"),

@@ -44,7 +44,7 @@ async def routed(settings: RouterSettings, fakes: FakeCluster) -> AsyncIterator[
         settings,
         cluster=cluster,
         rules=request_policy(settings),
-        admission=admission_control(settings),
+        admission=admission_control(settings, has_several_owners=lambda: False),
         metrics=RouterMetrics(CollectorRegistry(), "big"),
         tracing=Tracing(),
     )

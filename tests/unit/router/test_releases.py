@@ -112,7 +112,7 @@ def counters(router: Router) -> dict[str, Any]:
     return {
         "waiting": (router.dispatcher.num_waiting, turns.num_waiting),
         "going": turns.dispatched_tokens,
-        "inputs": router.pooling._num_inputs,
+        "inputs": router.pooling._shares.total,
         "listeners": len(router.cluster._listeners),
         "tries": [worker.circuit_breaker._probe for worker in workers],
         "loads": [(m.own_tokens, m.own_sequences, m.unreported_blocks) for m in workers],
