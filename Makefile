@@ -21,7 +21,7 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup setup-tests demo demo-vision test test-computations test-processes ci ci-on-one-core test-intel fuzz fuzz-bodies static check house sweep format clean bench
+.PHONY: setup setup-tests demo demo-vision test test-computations test-processes test-intel fuzz fuzz-bodies check house sweep format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -35,7 +35,6 @@ help:
 	@echo "make house   the figures of the code's structure and prose, each with its target"
 	@echo "make sweep   tiny models of every family of transformers, compared with transformers; then their page is generated"
 	@echo "make check   ruff, mypy --strict, import-linter, structure tests"
-	@echo "make ci      the tests and the checks, each once"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -82,15 +81,6 @@ test-computations:
 test-processes:
 	$(BIN)/python -m pytest -q $(COMPUTATIONS:%=--ignore=%)
 
-# As `make test`, then `make check`, but the structure tests, which are among the computations, run once; and mypy, which takes one core,
-# runs where the computations do, beside the processes.
-ci: setup-tests
-	@./tools/install_system_packages.sh
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes ci-on-one-core
-
-ci-on-one-core: static
-	@$(MAKE) --no-print-directory test-computations
-
 $(INTEL)/.installed: Makefile
 	$(PYTHON) -m venv $(INTEL)
 	$(INTEL)/bin/pip install -q $(INTEL_PINS) msgspec numpy pyzmq pytest pytest-timeout uvloop xxhash
@@ -113,13 +103,11 @@ fuzz: $(FUZZ)/.installed
 fuzz-bodies: setup-tests
 	PYTHONPATH=$(CURDIR) $(BIN)/python tools/fuzz_bodies.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
-static: setup-tests
+check: setup-tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-
-check: static
 	$(BIN)/python -m pytest -q tests/structure
 
 house: setup-tests
