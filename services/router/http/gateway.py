@@ -108,7 +108,7 @@ NO_TRACE: Mapping[str, str] = {}
 
 
 class Gateway:
-    """The outermost ASGI application of the router: it checks API keys and hosts, and passes a request to its endpoint.
+    """The outermost ASGI application of the router: it checks API keys, and passes a request to its endpoint.
 
     POST requests to a path of `table` go directly to that endpoint, without the routing of FastAPI, which would cost
     more than the endpoint's own work. All other requests go to `app`. Requests to `open_paths` need no API key, and
