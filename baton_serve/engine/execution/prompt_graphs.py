@@ -6,9 +6,9 @@ inputs of a graph are one array and one block table, which the host fills and th
 to no sequence and are stored nowhere; padding sequences have no token and no context. Steps that fit no graph are
 computed without one.
 
-If an instance reads images, all its prompt graphs accept them: embeddings are copied into memory of the graphs, and a
-selection by token costs less time than can be measured beside a step of text. Graphs of their own for images would
-double the time of capturing.
+If an instance reads images, all its prompt graphs accept them: embeddings are copied into memory of the graphs, and
+selected by token. A step of 125 tokens of text took 6.56 ms with this selection and 6.50 without it (H200, Qwen2.5-VL
+7B). Graphs of their own for images would double the time of capturing.
 """
 
 from collections.abc import Iterator

@@ -67,9 +67,10 @@ class EngineSetup:
         _check_chunks(model, self.layout)
         if model.states and (config.pipeline_parallel_size > 1 or config.nnodes > 1):
             raise ConfigError(
-                f"{model.name} has recurrent states (linear attention or a state space), which tensor-parallel ranks of"
-                f" one host divide: pipeline_parallel_size is {config.pipeline_parallel_size} and nnodes is"
-                f" {config.nnodes}, and the largest that works is 1"
+                f"{model.name} has recurrent states (linear attention or a state space), which only tensor-parallel"
+                " ranks of one host can divide: pipeline_parallel_size is"
+                f" {config.pipeline_parallel_size} and nnodes is {config.nnodes}, and the largest that works is 1; set"
+                " both to 1"
             )
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)

@@ -103,7 +103,7 @@ class AdmissionControl:
         """Return the message for an owner of API keys that must not have more of `shares`."""
         return (
             f"the requests of this API key hold {shares.held(owner)} of {shares.limit} places, and {shares.free} are "
-            "free (--max-concurrent-requests): with several keys, one may hold at most as many as stay free"
+            "free (--max-concurrent-requests): with several keys, none may hold more than are still free"
         )
 
 

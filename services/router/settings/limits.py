@@ -23,7 +23,7 @@ class AdmissionSettings(PlacementSettings, frozen=True, kw_only=True):
         int,
         Meta(
             description="largest number of prompts that are served at once, waiting ones included; further requests"
-            " get status 429; with API keys of several owners, one may hold at most as many as stay free",
+            " get status 429; with API keys of several owners, none of them may hold more than are still free",
             ge=1,
         ),
     ] = 4096
