@@ -142,7 +142,7 @@ class Engine:
         if not device.is_host(self._device):
             report("building kernels", 0.0)
             compile_kernels(self._runner, num_blocks, self.limits)
-        if maker.uses_graphs:
+        if setup.uses_graphs:
             report("capturing graphs", 0.0)
             self._executor.capture_graphs(lambda: device.Capturing(self._device))
         # The router needs a prefill rate before the first request. Requests replace this estimate by measured steps.

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from baton_serve.engine.execution import kernel_choice
 from baton_serve.engine.kernels.metadata import LayerKernels
-from baton_serve.engine.kernels.proof import KernelCandidate
-from baton_serve.engine.kernels.proved import KernelCandidates
+from baton_serve.engine.kernels.proven_kernels import KernelCandidates
+from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as twin
 from tests.e2e.in_process import in_background
 from tests.tiny_models import load_reference, write_tiny_model

@@ -11,8 +11,8 @@ from torch import Tensor
 from baton_serve.engine import Engine, device
 from baton_serve.engine.execution import kernel_choice
 from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
-from baton_serve.engine.kernels.proof import KernelCandidate
-from baton_serve.engine.kernels.proved import KernelCandidates
+from baton_serve.engine.kernels.proven_kernels import KernelCandidates
+from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from tests.engine.conftest import FakeCapture, FakeGraph, References

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.kernels.operations import FLOAT32_TOLERANCE, TOLERANCE
-from baton_serve.engine.kernels.proof import RUNS, difference
+from baton_serve.engine.kernels.prover import RUNS, difference
 
 logger = logging.getLogger(__name__)
 

@@ -65,13 +65,7 @@ class EngineSetup:
         self.block_share = _block_share(model)
         """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
-        if model.states and (config.pipeline_parallel_size > 1 or config.nnodes > 1):
-            raise ConfigError(
-                f"{model.name} has recurrent states (linear attention or a state space), which only tensor-parallel"
-                " ranks of one host can divide: pipeline_parallel_size is"
-                f" {config.pipeline_parallel_size} and nnodes is {config.nnodes}, and the largest that works is 1; set"
-                " both to 1"
-            )
+        _check_ranks_of_states(config, model)
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         max_num_seqs = capacity.limit_sequences(config, self.layout, device)
@@ -103,6 +97,7 @@ class EngineSetup:
         )
         self._block_layers, self._stage_layers = model.block_layers, model.stage_layers
         self._is_whole, self._is_alone = model.is_whole, config.num_ranks == 1
+        self._device, self._enforce_eager = device, config.enforce_eager
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
             self.adapters = AdapterStore(
@@ -134,6 +129,12 @@ class EngineSetup:
             self.adapters.register(adapter)
             self.adapters.keep(adapter, in_use=(), pinned=())
 
+    @property
+    def uses_graphs(self) -> bool:
+        """True if steps will be captured in device graphs: the device and the model support it, and `enforce_eager` is
+        not set."""
+        return self.forward.is_capturable and not self._enforce_eager and devices.has_graphs(self._device)
+
     def stage_shares(self) -> list[float]:
         """Return, for each pipeline stage, the fraction of every KV block's bytes that its layers take."""
         return [BlockPart(layers).share(self.layout) for layers in self._stage_layers]
@@ -147,6 +148,17 @@ class EngineSetup:
         own = self.kv_heads[: self.layout.num_layers] if self.limits.layer_groups else self.kv_heads
         heads = None if self._is_whole else tuple(heads.part for heads in own)
         return BlockPart(self._block_layers, heads)
+
+
+def _check_ranks_of_states(config: EngineConfig, model: LoadedModel) -> None:
+    """Raise `ConfigError` if ranks that cannot divide recurrent states are to hold them."""
+    if model.states and (config.pipeline_parallel_size > 1 or config.nnodes > 1):
+        raise ConfigError(
+            f"{model.name} has recurrent states (linear attention or a state space), which only tensor-parallel"
+            " ranks of one host can divide: pipeline_parallel_size is"
+            f" {config.pipeline_parallel_size} and nnodes is {config.nnodes}, and the largest that works is 1; set"
+            " both to 1"
+        )
 
 
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:

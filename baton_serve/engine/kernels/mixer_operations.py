@@ -18,7 +18,7 @@ from baton_serve.engine.kernels.mixers import (
     StateSpaceShapes,
 )
 from baton_serve.engine.kernels.operations import EPS, ROWS, Draw, ProofShapes
-from baton_serve.engine.kernels.proof import Operation
+from baton_serve.engine.kernels.prover import Operation
 
 MIXER_OPERATIONS = (
     "short convolution",

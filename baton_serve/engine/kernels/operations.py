@@ -24,7 +24,7 @@ from baton_serve.engine.kernels.metadata import (
     Weight,
 )
 from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
-from baton_serve.engine.kernels.proof import Operation
+from baton_serve.engine.kernels.prover import Operation
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, dequantize, pack_codes
 from baton_serve.engine.kernels.reference import layers as twin_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

@@ -26,8 +26,8 @@ from baton_serve.engine.kernels.metadata import (
     RowLayer,
 )
 from baton_serve.engine.kernels.mixers import MixerKernels
-from baton_serve.engine.kernels.proof import KernelCandidate
-from baton_serve.engine.kernels.proved import KernelCandidates
+from baton_serve.engine.kernels.proven_kernels import KernelCandidates
+from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 

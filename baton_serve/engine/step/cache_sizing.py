@@ -42,12 +42,6 @@ class KVCacheBuilder:
         self._ranks = ranks
         self._vocab_size = vocab_size
 
-    @property
-    def uses_graphs(self) -> bool:
-        """True if steps will be captured in device graphs: the device and the model support it, and `enforce_eager` is
-        not set."""
-        return self._forward.is_capturable and not self._config.enforce_eager and devices.has_graphs(self._device)
-
     def count_blocks(self, masking: TokenMasker) -> int:
         """Return how many KV blocks requests can use, without block 0 (padding). If no setting states it, run the
         largest possible step to measure the memory that it needs; `masking` is what this step's sampling uses.
@@ -144,7 +138,7 @@ class KVCacheBuilder:
         # Graphs keep scratch memory of their own, which cannot be measured before the cache exists; a decode step needs
         # less than the largest step.
         measure = MeasureMemory(
-            work_factor=2 if self.uses_graphs else 1,
+            work_factor=2 if self._setup.uses_graphs else 1,
             extra_bytes=SAMPLER_COPIES * 4 * limits.max_num_seqs * self._vocab_size + self._bytes_in_flight(tokens),
         )
         activation = used * measure.work_factor + measure.extra_bytes

@@ -26,7 +26,7 @@ from baton_serve.engine.kernels.operations import (
     described,
     random_weight,
 )
-from baton_serve.engine.kernels.proof import Operation
+from baton_serve.engine.kernels.prover import Operation
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

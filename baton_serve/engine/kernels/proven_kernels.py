@@ -36,7 +36,7 @@ from baton_serve.engine.kernels.operations import (
     attention_operations,
     layer_operations,
 )
-from baton_serve.engine.kernels.proof import (
+from baton_serve.engine.kernels.prover import (
     TWIN,
     KernelCandidate,
     Made,
