@@ -34,8 +34,8 @@ page was generated). No published weights of these models were compared.
 * **Layers.** *fused*: packed matrix products, fused norms and rotary embedding, captured graphs on accelerators.
   *transformers*: the model's own forward around paged attention, which is correct but slower at small batches.
 * **Attention.** Hybrid models (linear attention, state spaces) state that of their layers with KV. With *latent* (MLA)
-  a block holds only the latents, as one KV head. On accelerators, heads of more than 256 elements (Gemma 4) and ALiBi
-  run in plain torch, slowly; on CPUs both run in C++.
+  a block holds only the latents, as one KV head. On accelerators, heads of more than 512 elements and ALiBi run in
+  plain torch, slowly; on CPUs both run in C++.
 
 | Models | Class | Layers | Attention | Processes |
 |---|---|---|---|---|

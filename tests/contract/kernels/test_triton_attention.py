@@ -18,6 +18,8 @@ from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, P
 from tests.contract.kernels.triton_batches import BLOCK_TOKENS, DEVICE, Batch, random_batch
 
 PLAIN = AttentionSpec(0.3)
+# The interpreter multiplies the bits of bfloat16 as integers.
+SHORT = torch.float16 if DEVICE.type == "cpu" else torch.bfloat16
 SINKS = torch.linspace(-1, 2, 3, device=DEVICE)
 EVERY_RULE = AttentionSpec(0.3, sliding_window=21, softcap=2.0, sinks=SINKS)
 DECODING = DecodeTiles(tile=16, min_split=32, max_splits=4, programs=5, warps=4, stages=2)
@@ -126,6 +128,26 @@ def test_store_writes_each_token_to_its_slot_and_skips_negative_slots() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
     store(batch.key * 0, batch.value, ours, torch.full_like(batch.meta.slots, -1))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shared_kb", [227, 128, 64])
+@pytest.mark.parametrize("spec", [PLAIN, EVERY_RULE], ids=["plain", "every rule"])
+def test_wide_heads_are_computed_by_the_kernels(
+    spec: AttentionSpec, shared_kb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = DeviceLimits(processors=20, shared_bytes=shared_kb << 10, descriptors=False)
+    batch = random_batch([1, 19, 1], [70, 40, 5], head_dim=512, dtype=SHORT)
+    expected = twin(batch, spec)
+    backend = TritonAttention(limits=limits)
+    monkeypatch.setattr(backend, "_twin", None)
+    found = backend.attend(batch.query, batch.cache, batch.meta, spec)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_heads_for_which_a_device_has_too_little_memory_are_left_to_the_twin() -> None:
+    small = TritonAttention(limits=DeviceLimits(processors=20, shared_bytes=64 << 10, descriptors=False))
+    batch = random_batch([1, 3], [20, 35], head_dim=512)
+    torch.testing.assert_close(small.attend(batch.query, batch.cache, batch.meta, PLAIN), twin(batch, PLAIN))
 
 
 @pytest.mark.parametrize("head_dim", [16, 288])

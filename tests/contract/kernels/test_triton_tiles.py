@@ -2,17 +2,38 @@
 
 import itertools
 
-from baton_serve.engine.kernels.triton.tiles import DeviceLimits, decode_tiles, prefill_tiles, row_tiles, split_tiles
+from baton_serve.engine.kernels.triton.tiles import (
+    DeviceLimits,
+    decode_tiles,
+    fits_heads,
+    prefill_tiles,
+    row_tiles,
+    split_tiles,
+)
 
 
 def test_tiles_fit_the_fast_memory_of_every_device() -> None:
-    for shared, head_dim, element in itertools.product((96, 100, 128, 227), (64, 128, 256), (2, 4)):
+    for shared, head_dim, element in itertools.product((64, 96, 100, 128, 227), (64, 128, 256, 512), (2, 4)):
         limits = DeviceLimits(processors=20, shared_bytes=shared << 10, descriptors=False)
         head_bytes = head_dim * element
+        if not fits_heads(limits, head_bytes=head_bytes, group=8):
+            assert (head_dim, element) == (512, 4) and shared < 100, "plain torch computes them"
+            continue
         prefill = prefill_tiles(limits, head_bytes=head_bytes, element_bytes=element)
         decode = decode_tiles(limits, head_bytes=head_bytes, block_tokens=64)
         assert prefill.rows * head_bytes + 2 * prefill.stages * prefill.tile * head_bytes <= shared << 10, prefill
         assert 2 * decode.stages * decode.tile * head_bytes <= shared << 10, decode
+
+
+def test_wide_heads_get_fewer_rows() -> None:
+    found = []
+    for shared in (227, 128, 96, 64):
+        limits = DeviceLimits(processors=20, shared_bytes=shared << 10, descriptors=True)
+        tiles = prefill_tiles(limits, head_bytes=1024, element_bytes=2)
+        assert not tiles.descriptors and not tiles.paired
+        found.append((tiles.rows, tiles.tile, tiles.stages))
+    assert found == [(64, 32, 2), (32, 16, 2), (32, 16, 1), (16, 16, 1)]
+    assert not fits_heads(limits, head_bytes=1024, group=64)
 
 
 def test_a_split_is_a_whole_number_of_tiles_and_blocks() -> None:

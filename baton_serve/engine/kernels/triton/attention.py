@@ -18,20 +18,24 @@ from baton_serve.engine.kernels.triton.decode_new import decode_new, fits
 from baton_serve.engine.kernels.triton.prefill import prefill
 from baton_serve.engine.kernels.triton.store import store
 from baton_serve.engine.kernels.triton.tiles import (
+    WIDE_HEAD,
     DecodeTiles,
     DeviceLimits,
     PrefillTiles,
     decode_tiles,
     device_limits,
+    fits_heads,
     latent_tiles,
     padded,
     prefill_tiles,
 )
 
-MAX_HEAD_DIM = 256
-"""Largest head dimension of the kernels. Wider heads fit into no tile; the plain-torch twin computes them, and also
-ALiBi, on any device. Latent attention has kernels of its own.
+MAX_HEAD_DIM = 512
+"""Largest head dimension of the kernels. The plain-torch twin computes wider heads, and also ALiBi, on any device.
+Latent attention has kernels of its own.
 """
+MAX_NEW_HEAD_DIM = 256
+"""Largest head dimension of the kernel that also prepares new heads."""
 MAX_STORED_DIM = 1024
 """Largest row of a head that `store` writes."""
 
@@ -62,7 +66,7 @@ class TritonAttention:
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         if _has_one_plane(cache) and latent.fits(cache, spec) and not _splits_rows(cache):
             return self._attend_latents(query, cache, meta, spec)
-        if spec.alibi is not None or _has_one_plane(cache) or query.shape[2] > MAX_HEAD_DIM or _splits_rows(cache):
+        if spec.alibi is not None or _has_one_plane(cache) or not self._fits(query, cache) or _splits_rows(cache):
             return self._twin.attend(query, cache, meta, spec)
         decoding, prefilling = self.tiles(query, cache, meta.context_lens.shape[0])
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -86,12 +90,19 @@ class TritonAttention:
         return output
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
-        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_HEAD_DIM or _splits_rows(cache):
+        if spec.alibi is not None or _has_one_plane(cache) or cache.shape[4] > MAX_NEW_HEAD_DIM or _splits_rows(cache):
             return None
         # The programs of this kernel need more registers, so fewer of them share a processor: it slows large batches.
         if not fits(new, cache, meta) or len(new.heads) * cache.shape[2] > self._limits.processors:
             return None
         return decode_new(new, cache, meta, spec, self.tiles(new.heads, cache, len(new.heads))[0])
+
+    def _fits(self, query: Tensor, cache: Tensor) -> bool:
+        """Return whether the kernels support heads of this size, which need memory of the device."""
+        if query.shape[2] > MAX_HEAD_DIM:
+            return False
+        head_bytes, group = padded(query.shape[2]) * query.element_size(), query.shape[1] // cache.shape[2]
+        return query.shape[2] <= WIDE_HEAD or fits_heads(self._limits, head_bytes=head_bytes, group=group)
 
     def tiles(self, query: Tensor, cache: Tensor, num_seqs: int = 1) -> tuple[DecodeTiles, PrefillTiles]:
         """Return (tile sizes for decode, tile sizes for prefill) that this device uses for a query and cache of these

@@ -12,6 +12,11 @@ import triton
 import triton.language
 from triton.compiler import make_backend
 
+WIDE_HEAD = 256
+"""Heads of more elements than this, padded, get tiles with fewer rows."""
+_SMALL_TILES = [(32, 16, 2), (32, 16, 1), (16, 16, 2), (16, 16, 1)]
+"""Query rows, KV tokens and stages of prefill attention for wide heads, and for devices with little memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceLimits:
@@ -160,19 +165,34 @@ def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) 
     dtype of the query. Query rows and tiles of K and V share the device's shared memory.
     """
     has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, which are scarce
+    is_wide = head_bytes > WIDE_HEAD * element_bytes
     rows = 128 if has_matrix_units else 32
-    candidates = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)] if has_matrix_units else [(16, 2), (16, 1)]
-    tile, stages = next(
-        (fit for fit in candidates if _prefill_bytes(rows, *fit, head_bytes) <= limits.shared_bytes), candidates[-1]
+    if is_wide:
+        # The results of 64 rows of such heads fill half of the registers of a processor that has this much memory.
+        candidates = [(64, 32, 2), *_SMALL_TILES] if has_matrix_units else _SMALL_TILES[-2:]
+    else:
+        pairs = [(64, 3), (64, 2), (32, 2), (16, 2), (16, 1)] if has_matrix_units else [(16, 2), (16, 1)]
+        candidates = [*((rows, *pair) for pair in pairs), *_SMALL_TILES]
+    rows, tile, stages = next(
+        (fit for fit in candidates if _prefill_bytes(*fit, head_bytes) <= limits.shared_bytes), candidates[-1]
     )
+    is_paired = has_matrix_units and not is_wide
     return PrefillTiles(
         rows=rows,
         tile=tile,
         warps=8,
         stages=stages,
-        descriptors=limits.descriptors,
-        paired=has_matrix_units and _prefill_bytes(rows, 2 * tile, stages, head_bytes) <= limits.shared_bytes,
+        descriptors=limits.descriptors and not is_wide,
+        paired=is_paired and _prefill_bytes(rows, 2 * tile, stages, head_bytes) <= limits.shared_bytes,
     )
+
+
+def fits_heads(limits: DeviceLimits, *, head_bytes: int, group: int) -> bool:
+    """Return whether the smallest tiles of prefill attention fit into the shared memory of a device, if `group` query
+    heads share a KV head. `head_bytes` is as for `prefill_tiles`.
+    """
+    _, tile, stages = _SMALL_TILES[-1]
+    return _prefill_bytes(max(16, padded(group)), tile, stages, head_bytes) <= limits.shared_bytes
 
 
 def latent_tiles(
