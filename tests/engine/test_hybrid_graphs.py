@@ -1,4 +1,4 @@
-"""Decode steps of models with recurrent states and of latent attention through captured graphs.
+"""Steps of models with recurrent states and of latent attention through captured graphs.
 
 On the CPU a graph is stood in for by calling the recorded function again.
 """
@@ -6,6 +6,7 @@ On the CPU a graph is stood in for by calling the recorded function again.
 import pytest
 
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
+from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kernels import selection
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError
 from tests.engine.conftest import FakeCapture, References
@@ -19,13 +20,14 @@ def test_replayed_steps_give_the_right_tokens(family: str, references: Reference
     reference = references(family)
     # Prompts in chunks beside sequences that write, batches with padding, and slots that are used again.
     with make_engine(reference.folder, max_num_seqs=6, max_num_batched_tokens=24) as engine:
-        decodes = captured.graphs[:4]  # of 6, 4, 2 and 1
+        decodes, prompts = captured.graphs[:4], captured.graphs[4:]  # decode steps of 6, 4, 2 and 1
         for attempt in range(2):
             for number, prompt in enumerate(reference.prompts):
                 engine.add(make_work(engine, f"{attempt}-{number}", prompt))
             answers = run(engine)
             assert [answers[f"{attempt}-{n}", 0] for n in range(len(reference.prompts))] == reference.answers
         assert sum(graph.replays for graph in decodes) > 10
+        assert sum(graph.replays for graph in prompts) > 2 * len(prompts), "more than those of the proof"
         assert not engine._executor.wrong_graphs
 
 
@@ -37,12 +39,13 @@ def test_replayed_steps_of_state_spaces_give_the_right_tokens(
     monkeypatch.setattr(selection, "load_kernels", no_kernels)
     reference = references(family)
     with make_engine(reference.folder, max_num_seqs=6, max_num_batched_tokens=24) as engine:
-        decodes = captured.graphs[:4]  # of 6, 4, 2 and 1
+        decodes, prompts = captured.graphs[:4], captured.graphs[4:]  # decode steps of 6, 4, 2 and 1
         for number, prompt in enumerate(reference.prompts):
             engine.add(make_work(engine, str(number), prompt))
         answers = run(engine)
         assert [answers[str(number), 0] for number in range(len(reference.prompts))] == reference.answers
         assert sum(graph.replays for graph in decodes) > 10
+        assert sum(graph.replays for graph in prompts) > 2 * len(prompts), "more than those of the proof"
         assert not engine._executor.wrong_graphs
 
 
@@ -50,20 +53,25 @@ def no_kernels() -> None:
     raise KernelsUnavailableError("the test has none")
 
 
-def test_a_graph_that_ignores_the_states_is_not_used(
-    references: References, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", [DecodeGraphs, PromptGraphs])
+def test_a_graph_that_loses_the_states_is_not_used(
+    kind: type[DecodeGraphs] | type[PromptGraphs],
+    references: References,
+    captured: FakeCapture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     reference = references("qwen3_next")
-    compute = DecodeGraphs._compute
+    compute = kind._compute
 
-    def forgetful(self: DecodeGraphs, size: int, slots: None) -> None:
-        # The capture computes with zeros, eager work with the states.
-        for view in self._state_views() if is_captured else ():
-            view.zero_()
-        compute(self, size, slots)
+    def forgetful(self: DecodeGraphs | PromptGraphs, *shape: object) -> None:
+        compute(self, *shape)  # type: ignore[arg-type]
+        # The capture leaves zeros, eager work the new states.
+        for layer in self._states.values() if is_captured else ():
+            for view in layer.values():
+                view.zero_()
 
     is_captured = False
-    monkeypatch.setattr(DecodeGraphs, "_compute", forgetful)
+    monkeypatch.setattr(kind, "_compute", forgetful)
     replay = captured.__call__
 
     def capture(call):  # type: ignore[no-untyped-def]
@@ -81,4 +89,7 @@ def test_a_graph_that_ignores_the_states_is_not_used(
 
     monkeypatch.setattr("baton_serve.engine.device.Capturing", lambda _: capture)
     with make_engine(reference.folder, max_num_seqs=2) as engine:
-        assert engine._executor.wrong_graphs and not engine._executor.has_graphs
+        assert {verdict.operation for verdict in engine._executor.wrong_graphs} == {
+            "decode graph" if kind is DecodeGraphs else "prompt graph"
+        }
+        assert engine._executor.has_graphs == (kind is PromptGraphs)

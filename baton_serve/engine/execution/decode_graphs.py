@@ -23,7 +23,7 @@ from torch import Tensor
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.scheduler import ScheduledBatch
-from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
+from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks, ProofStates
 from baton_serve.engine.kernels import AttentionMetadata, argmax_kernel
 from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.kv.state_memory import StateViews
@@ -240,6 +240,7 @@ class DecodeGraphs:
         """Iterate over all captured graphs, each with random inputs, for `prove_graphs`. The KV of these inputs is in
         `blocks`. Use one case before you take the next: they share the memory of the inputs.
         """
+        states = ProofStates(self._states)
         for size, graph in self._graphs.items():
             host = self._staging[0].numpy()
             self._fill_padding(host, 0, size)
@@ -248,25 +249,13 @@ class DecodeGraphs:
             yield GraphCase(
                 "decode graph",
                 f"batch of {size}",
-                partial(self._with_equal_states, partial(self._compute, size, None)),
-                partial(self._with_equal_states, graph.replay),
+                states.reset_before(partial(self._compute, size, None)),
+                states.reset_before(graph.replay),
                 partial(self._last_logits, size),
+                states.compared(),
             )
         self.last_tokens.zero_()
-        for view in self._state_views():
-            view.zero_()
-
-    def _with_equal_states(self, work: Callable[[], None]) -> None:
-        """Set all recurrent states to the same fixed numbers, and call `work`, which changes them. So two calls get
-        equal states.
-        """
-        for view in self._state_views():
-            numbers = torch.linspace(-0.5, 0.5, view[0].numel(), device=view.device)
-            view.copy_(numbers.view(view.shape[1:]))
-        work()
-
-    def _state_views(self) -> Iterator[Tensor]:
-        return (view for layer in self._states.values() for view in layer.values())
+        states.clear()
 
     def _last_logits(self, count: int) -> Tensor:
         assert self._logits is not None

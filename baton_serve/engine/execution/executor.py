@@ -140,7 +140,7 @@ class LocalExecutor:
         self.wrong_graphs: list[KernelVerdict] = []
         self._stage = CapturedStage(forward, limits.max_num_seqs) if isinstance(forward, StagedForward) else None
         self._graphs = DecodeGraphs(self._stage or forward, self._layers, limits, argmax, self._states)
-        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens, no_images)
+        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens, no_images, self._states)
 
     @property
     def has_graphs(self) -> bool:
@@ -219,9 +219,7 @@ class LocalExecutor:
         except RuntimeError as error:
             logger.warning("cannot capture graphs for LoRA adapters, steps with one will be slower: %s", error)
         try:
-            # The host divides the prompts of models with recurrent states by their lengths. Of pipelines only decode
-            # steps are captured.
-            if not self._states and self._stage is None:
+            if self._stage is None:  # of pipelines only decode steps are captured
                 self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)

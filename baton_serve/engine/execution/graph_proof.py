@@ -16,6 +16,7 @@ from torch import Tensor
 from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.kernels.operations import FLOAT32_TOLERANCE, TOLERANCE
 from baton_serve.engine.kernels.prover import RUNS, difference
+from baton_serve.engine.kv.state_memory import StateViews
 
 logger = logging.getLogger(__name__)
 
@@ -25,12 +26,15 @@ PROOF_TOKENS = 100
 
 SHARED_BLOCKS = 16
 """Number of blocks that the sequences of a proof only read."""
+PROVED_SLOTS = 4
+"""Sequences of a proof whose recurrent states are compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class GraphCase:
     """One captured graph whose inputs have been filled, for a comparison: `compute` does the graph's work without the
-    graph, `replay` launches the graph, and `output` returns the logits that either has computed last.
+    graph, `replay` launches the graph, and `output` returns the logits that either has computed last. Both start from
+    the same recurrent states, of which `states` are compared afterwards.
     """
 
     operation: str
@@ -38,6 +42,7 @@ class GraphCase:
     compute: Callable[[], None]
     replay: Callable[[], None]
     output: Callable[[], Tensor]
+    states: Sequence[Tensor] = ()
 
 
 @torch.inference_mode()
@@ -59,13 +64,13 @@ def prove_graphs(cases: Iterable[GraphCase]) -> list[KernelVerdict]:
 
 def _prove(case: GraphCase) -> KernelVerdict:
     case.compute()
-    expected = case.output().clone()
+    expected, left = case.output().clone(), [state.clone() for state in case.states]
     largest = 0.0
     for _ in range(RUNS):
         # A replay that writes nothing must not find the eager result.
         case.output().fill_(math.nan)
         case.replay()
-        largest = max(largest, difference(case.output(), expected))
+        largest = max(largest, difference(case.output(), expected), *map(difference, case.states, left))
     tolerance = FLOAT32_TOLERANCE if expected.dtype == torch.float32 else TOLERANCE
     return KernelVerdict(
         case.operation,
@@ -74,6 +79,38 @@ def _prove(case: GraphCase) -> KernelVerdict:
         is_right=largest <= tolerance,
         difference=largest if math.isfinite(largest) else None,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ProofStates:
+    """The recurrent states of all batch slots while captured graphs are compared with eager work."""
+
+    views: StateViews
+
+    def reset_before(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that sets all states to the same fixed numbers and calls `work`, which changes them. So two
+        calls get equal states.
+        """
+
+        def run() -> None:
+            for view in self._all():
+                numbers = torch.linspace(-0.5, 0.5, view[0].numel(), device=view.device)
+                view.copy_(numbers.view(view.shape[1:]))
+            work()
+
+        return run
+
+    def compared(self) -> list[Tensor]:
+        """Return the states that are compared."""
+        return [view[:PROVED_SLOTS] for view in self._all()]
+
+    def clear(self) -> None:
+        """Set all states to zero, as those of new sequences are."""
+        for view in self._all():
+            view.zero_()
+
+    def _all(self) -> Iterator[Tensor]:
+        return (view for layer in self.views.values() for view in layer.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,8 @@ for few tokens takes the host longer than their work takes the device, and it ho
 
 There is one kind of graph for prompts alone, and two for prompts together with few or many decoding sequences. The
 inputs of a graph are one array and one block table, which the host fills and the device copies. Padding tokens belong
-to no sequence and are stored nowhere; padding sequences have no token and no context. Steps that fit no graph are
+to no sequence and are stored nowhere; padding sequences have no token, no context and no recurrent state. Kernels find
+the chunks of sequences on the device, and programs beyond the last chunk end at once. Steps that fit no graph are
 computed without one.
 
 If an instance reads images, all its prompt graphs accept them: embeddings are copied into memory of the graphs, and
@@ -25,16 +26,25 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
-from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks
+from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks, ProofStates
 from baton_serve.engine.kernels import AttentionMetadata
-from baton_serve.engine.model.batch_inputs import ImageRows, StaticImages, StepArrays, StepInputs, group_metas
+from baton_serve.engine.kv.state_memory import StateViews
+from baton_serve.engine.model.batch_inputs import (
+    ImageRows,
+    StaticImages,
+    StepArrays,
+    StepInputs,
+    StepStates,
+    group_metas,
+)
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""
-TOKENS, LAST_OF, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS, POSITIONS = range(7)
-"""Rows of the input array. STARTS and CONTEXTS are int32. Models with M-RoPE have three rows of positions."""
+TOKENS, LAST_OF, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS, STATES, POSITIONS = range(8)
+"""Rows of the input array. STARTS and CONTEXTS are int32. STATES are batch slots of sequences, negative for padding.
+Models with M-RoPE have three rows of positions."""
 PENDING, IMAGE = -1, -2
 """Tokens that stand for others: the last token of slot LAST_OF, and an image's embedding."""
 
@@ -101,17 +111,20 @@ class PromptGraphs:
         limits: SchedulerConfig,
         last_tokens: Tensor,
         no_images: Tensor | None = None,
+        states: StateViews | None = None,
     ) -> None:
         """Allocate the memory of the graphs' inputs on the device of `layers`, the layers' views of the KV cache.
 
         `last_tokens` [slots], on the device, is the last token of each batch slot (row of a running sequence).
-        `no_images` [0, width] is like the image embeddings that the graphs accept; None: they accept none.
+        `no_images` [0, width] is like the image embeddings that the graphs accept; None: they accept none. `states` are
+        the recurrent states of all batch slots; None for models without them.
         """
         device = layers[0].device
         self._forward = forward
         self._layers = layers
         self._limits = limits
         self._last_tokens = last_tokens
+        self._states = states or {}
         self._device = device
         self._sizes = token_buckets(limits.max_num_batched_tokens)
         most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
@@ -150,8 +163,9 @@ class PromptGraphs:
         """Iterate over all captured graphs, each with the inputs of an artificial step, for `prove_graphs`. The KV of
         these steps is in `blocks`. Use one case before you take the next: they share the memory of the inputs.
         """
+        states = ProofStates(self._states)
         for (kind, size), graph in self._graphs.items():
-            arrays = _proof_arrays(kind, size, blocks, self._limits.max_model_len)
+            arrays = _proof_arrays(kind, size, blocks, self._limits)
             if arrays is None:
                 continue  # the KV cache is too small for a prompt of this size
             if self._features is not None:
@@ -160,10 +174,12 @@ class PromptGraphs:
             yield GraphCase(
                 "prompt graph",
                 f"step of {size} tokens and up to {kind.num_seqs} sequences",
-                partial(self._compute, kind, size),
-                graph.replay,
+                states.reset_before(partial(self._compute, kind, size)),
+                states.reset_before(graph.replay),
                 partial(self._last_logits, len(arrays.context_lens)),
+                states.compared(),
             )
+        states.clear()
 
     def _with_image(self, arrays: StepArrays, like: Tensor) -> StepArrays:
         """Return the inputs of a proof's step in which random embeddings, like those in `like`, replace the second and
@@ -228,7 +244,7 @@ class PromptGraphs:
         """Fill the input memory of the graphs with padding only, so that capturing changes no KV."""
         inputs = self._staging[0].inputs
         inputs.zero_()
-        inputs[SLOTS] = -1
+        inputs[SLOTS] = inputs[STATES] = -1
         self._inputs.copy_(inputs)
 
     def _compute(self, kind: GraphShape, size: int) -> None:
@@ -254,7 +270,8 @@ class PromptGraphs:
         )
         metas = self._layer_metas(meta, inputs[POSITIONS]) if len(self._tables) > 1 else None
         rows = self._inputs[LOGIT_ROWS, :num_seqs]
-        step = StepInputs(tokens, positions, rows, meta, static_images=images, layer_metas=metas)
+        states = StepStates(self._inputs[STATES, :num_seqs], [], self._states) if self._states else None
+        step = StepInputs(tokens, positions, rows, meta, static_images=images, states=states, layer_metas=metas)
         logits = self._forward(step, self._layers)
         # The result must lie outside the scratch memory, which the next graph overwrites.
         if self._logits is None:
@@ -273,13 +290,15 @@ class PromptGraphs:
         return group_metas(meta, tables, slots.where(meta.slots >= 0, -1), self._limits.layer_groups)
 
 
-def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int) -> StepArrays | None:
-    """Return the inputs of an artificial step that compares a graph with eager work: prompts of different lengths, at
-    most `longest`, and a decoding sequence if `kind` allows it. Return None if the KV cache has too few blocks.
+def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, limits: SchedulerConfig) -> StepArrays | None:
+    """Return the inputs of an artificial step that compares a graph with eager work: prompts of different lengths
+    and a decoding sequence if `kind` allows it. Return None if the KV cache has too few blocks.
     """
-    lengths = [3, 1] if kind.has_singles else [3]
-    while sum(lengths) < size and len(lengths) < kind.num_seqs:
-        lengths.append(min(size - sum(lengths), longest, 5 + 2 * len(lengths)))
+    # There are as many recurrent states as sequences may run.
+    most = min(kind.num_seqs, limits.max_num_seqs)
+    lengths = [3, 1][:most] if kind.has_singles else [3]
+    while sum(lengths) < size and len(lengths) < most:
+        lengths.append(min(size - sum(lengths), limits.max_model_len, 5 + 2 * len(lengths)))
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     counts = [-(-length // blocks.block_tokens) for length in lengths]
     ends = np.cumsum(counts)
@@ -300,6 +319,7 @@ def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, longest: int
         block_tables=tables,
         logit_rows=starts[1:].astype(np.int64) - 1,
         pending=None,
+        batch_slots=np.arange(len(lengths)),
     )
 
 
@@ -342,6 +362,8 @@ def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int)
     # Padding sequences begin and end at the last token, so they have no tokens.
     starts[: own + 1], starts[own + 1 : num_seqs + 1] = arrays.query_starts, count
     contexts[:own], contexts[own:num_seqs] = arrays.context_lens, 0
+    host[STATES, :num_seqs] = -1
+    host[STATES, : len(arrays.batch_slots)] = arrays.batch_slots
     assert arrays.logit_rows is not None
     host[LOGIT_ROWS, : len(arrays.logit_rows)] = arrays.logit_rows
     host[LOGIT_ROWS, len(arrays.logit_rows) : num_seqs] = 0

@@ -63,7 +63,8 @@ class StepStates:
     slots: Tensor
     """int64 [num_seqs]: each sequence's row in `views`. The states of a new sequence are zeros."""
     lengths: list[int]
-    """How many tokens of the step each sequence has. The tokens of the sequences lie one after another."""
+    """How many tokens of the step each sequence has. The tokens of the sequences lie one after another. Empty in
+    captured graphs with prompts, whose layers read the lengths on the device."""
     views: StateViews
 
 

@@ -178,7 +178,7 @@ class TransformersForward:
         """Return the input of the transformers model as a keyword argument: the step's token ids, or embeddings if it
         has images.
         """
-        if not inputs.images:
+        if not inputs.images and inputs.static_images is None:
             return {"input_ids": inputs.input_ids[None]}
         # Embeddings of images replace those of their placeholder tokens, so the model gets embeddings and no tokens.
         module = cast(Any, self._model.module)
@@ -259,7 +259,8 @@ def _added_features(module: nn.Module, inputs: StepInputs) -> Iterator[None]:
     """Make a transformers model's layers add the image features of this step to their outputs (DeepStack) while the
     context is open. Do nothing if the images have no such features.
     """
-    widest = max((image.features.shape[1] for image in inputs.images), default=0)
+    static = () if inputs.static_images is None else (inputs.static_images,)
+    widest = max((image.features.shape[1] for image in (*inputs.images, *static)), default=0)
     num_layers = widest // cast(Any, module).config.get_text_config().hidden_size - 1
     if num_layers < 1:
         yield
