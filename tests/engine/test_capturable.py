@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.collectives.backends import SingleRank
-from baton_serve.engine.kernels import AttentionMetadata, PackedSequences, ScanChannels, StateSpaceHeads
+from baton_serve.engine.kernels import (
+    AttentionMetadata,
+    ChannelDeltaHeads,
+    LightningHeads,
+    PackedSequences,
+    ScanChannels,
+    StateSpaceHeads,
+)
 from baton_serve.engine.kernels.reference import layers, mixers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kv.state_memory import StateMemory
@@ -45,6 +52,14 @@ class NoMixers:
     @staticmethod
     def state_space(heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         return heads.xbc.new_zeros(len(heads.xbc), heads.num_heads, heads.head_dim)
+
+    @staticmethod
+    def channel_delta_rule(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return heads.qkv.new_zeros(len(heads.qkv), heads.num_heads, heads.value_size)
+
+    @staticmethod
+    def lightning(heads: LightningHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return heads.qkv.new_zeros(len(heads.qkv), heads.num_heads, heads.size)
 
     @staticmethod
     def selective_scan(channels: ScanChannels, states: Tensor, sequences: PackedSequences) -> Tensor:

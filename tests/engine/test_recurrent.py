@@ -16,6 +16,7 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionMetadata, MixerKernels, attention_backend, layer_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
+from baton_serve.engine.kernels.mixers import NO_MIXERS
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference import mixers as reference_mixers
 from baton_serve.engine.kv.kv_cache import KVCache
@@ -27,7 +28,7 @@ from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from baton_serve.engine.model.recurrent import StateProbe
-from baton_serve.engine.model.state_spaces import space_shapes
+from baton_serve.engine.model.state_spaces import packed_shapes
 from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.families import HYBRIDS, MAX_POSITIONS
@@ -259,7 +260,24 @@ def test_weights_that_layers_share_are_rounded_in_all_of_them(tmp_path: Path) ->
 @pytest.mark.parametrize("family", [name for name in HYBRIDS if "mamba" in name or name in STATE_SPACES])
 def test_state_spaces_run_a_step_at_once_where_no_cpu_kernels_are(tmp_path: Path, family: str) -> None:
     model = load(write_tiny_model(tmp_path / family, family))
-    assert len(space_shapes(model.module)) == 1
+    assert len(packed_shapes(model.module, NO_MIXERS).spaces) == 1
+    check_packed(model)
+
+
+def test_other_recurrences_run_a_step_at_once_where_no_cpu_kernels_are(tmp_path: Path) -> None:
+    kimi, bailing, minimax = (
+        load(write_tiny_model(tmp_path / family, family)) for family in ("kimi_linear", "bailing_hybrid", "minimax")
+    )
+    for model in (kimi, bailing, minimax):
+        check_packed(model)
+    own = packed_shapes(kimi.module, NO_MIXERS)
+    assert own.has_channel_decay and (own.num_heads, own.key_size, own.value_size) == (4, 16, 16)
+    assert packed_shapes(bailing.module, NO_MIXERS).has_channel_decay
+    own = packed_shapes(minimax.module, NO_MIXERS)
+    assert (own.num_heads, own.num_lightning_heads, own.lightning_size) == (0, 4, 32)
+
+
+def check_packed(model: LoadedModel) -> None:
     PackedModel(model, uses_kernels=False)
     mixers = [part.baton_mixer for part in model.module.modules() if hasattr(part, "baton_mixer")]
     assert mixers and all(mixer.packed is not None for mixer in mixers)  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from baton_serve.engine.kernels.selection import kernel_candidates
 from baton_serve.engine.kv.kv_cache import DTYPES
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import quantized_layers
-from baton_serve.engine.model.state_spaces import space_shapes
+from baton_serve.engine.model.state_spaces import packed_shapes
 
 DEFAULT_HIDDEN_SIZE = 512
 """Size of the norms that are proved if a config does not state one by a known name."""
@@ -33,8 +33,8 @@ def choose_kernels(config: EngineConfig, model: LoadedModel, layout: KVLayout, d
     candidates = kernel_candidates(device, model.dtype)
     shapes = shapes_of(model, layout, config.tensor_parallel_size)
     if not devices.is_host(device):
-        # CPUs compute state spaces by other kernels, for single tokens, inside of transformers' forward.
-        shapes = replace(shapes, mixers=replace(shapes.mixers, spaces=space_shapes(model.module)))
+        # CPUs compute these layers by other kernels, for single tokens, inside of transformers' forward.
+        shapes = replace(shapes, mixers=packed_shapes(model.module, shapes.mixers))
     return prove_kernels(candidates, shapes, device, folder=proof_folder())
 
 

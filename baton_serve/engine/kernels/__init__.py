@@ -19,8 +19,10 @@ from baton_serve.engine.kernels.metadata import (
     no_work,
 )
 from baton_serve.engine.kernels.mixers import (
+    ChannelDeltaHeads,
     DeltaHeads,
     LatentRows,
+    LightningHeads,
     MixerKernels,
     PackedSequences,
     ScanChannels,
@@ -42,10 +44,12 @@ __all__ = [
     "AttentionBackend",
     "AttentionMetadata",
     "AttentionSpec",
+    "ChannelDeltaHeads",
     "DeltaHeads",
     "Experts",
     "LatentRows",
     "LayerKernels",
+    "LightningHeads",
     "Linear",
     "MixerKernels",
     "NewHeads",

@@ -8,8 +8,10 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Norm
 from baton_serve.engine.kernels.mixers import (
+    ChannelDeltaHeads,
     DeltaHeads,
     LatentRows,
+    LightningHeads,
     MixerKernels,
     MixerShapes,
     PackedSequences,
@@ -23,6 +25,8 @@ from baton_serve.engine.kernels.prover import Operation
 MIXER_OPERATIONS = (
     "short convolution",
     "delta rule",
+    "delta rule by channel",
+    "lightning attention",
     "gated norm",
     "output gate",
     "latent rows",
@@ -44,6 +48,8 @@ class ComposedMixers:
 
     convolutions: MixerKernels
     delta_rules: MixerKernels
+    channel_delta_rules: MixerKernels
+    lightnings: MixerKernels
     gated_norms: MixerKernels
     output_gates: MixerKernels
     latents: MixerKernels
@@ -64,6 +70,12 @@ class ComposedMixers:
 
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         return self.delta_rules.delta_rule(heads, states, sequences)
+
+    def channel_delta_rule(self, heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return self.channel_delta_rules.channel_delta_rule(heads, states, sequences)
+
+    def lightning(self, heads: LightningHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return self.lightnings.lightning(heads, states, sequences)
 
     def state_space(self, heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         return self.state_spaces.state_space(heads, states, sequences)
@@ -97,10 +109,20 @@ def mixer_operations(shapes: ProofShapes, device: torch.device) -> list[Operatio
             sequences, count = _sequences(step, device), sum(step[0])
             convolved = _convolution(channels, own.taps, sequences, count, draw, has_bias=False)
             found.append(Operation("short convolution", f"{channels} channels, {kind}", convolved, tolerance))
-            ruled = _delta_rule(own, sequences, count, draw)
-            found.append(Operation("delta rule", f"{heads}, {kind}", ruled, 2 * tolerance))
+            if own.has_channel_decay:
+                ruled = _channel_delta_rule(own, sequences, count, draw)
+                found.append(Operation("delta rule by channel", f"{heads}, {kind}", ruled, 2 * tolerance))
+            else:
+                ruled = _delta_rule(own, sequences, count, draw)
+                found.append(Operation("delta rule", f"{heads}, {kind}", ruled, 2 * tolerance))
+    if own.num_heads and not own.has_channel_decay:
         found.append(Operation("gated norm", heads, _gated_norm(own, draw), tolerance))
         found.append(Operation("output gate", heads, _output_gate(own, draw), tolerance))
+    if own.num_lightning_heads:
+        for kind, step in zip(KINDS, STEPS, strict=True):
+            shape = f"{own.num_lightning_heads} heads of {own.lightning_size}, {kind}"
+            attended = _lightning(own, _sequences(step, device), sum(step[0]), draw)
+            found.append(Operation("lightning attention", shape, attended, 2 * tolerance))
     for space in own.spaces:
         found += _space_operations(space, draw, tolerance)
     if own.rank:
@@ -210,6 +232,36 @@ def _delta_rule(own: MixerShapes, sequences: PackedSequences, count: int, draw: 
     def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
         stored = states.clone()
         return kernels.delta_rule(heads, stored, sequences), stored
+
+    return run
+
+
+def _channel_delta_rule(own: MixerShapes, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    heads = ChannelDeltaHeads(
+        qkv=draw.values(count, own.num_heads * (2 * own.key_size + own.value_size)),
+        beta=draw.values(count, own.num_heads),
+        # Some channels forget within a few tokens, others hardly.
+        decay=-(2.0 * draw.normal(count, own.num_heads, own.key_size) + LOG_RATE).exp(),
+    )
+    states = draw.normal(NUM_SLOTS, own.num_heads, own.key_size, own.value_size)
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        stored = states.clone()
+        return kernels.channel_delta_rule(heads, stored, sequences), stored
+
+    return run
+
+
+def _lightning(own: MixerShapes, sequences: PackedSequences, count: int, draw: Draw) -> _Run:
+    num_heads, size = own.num_lightning_heads, own.lightning_size
+    # The heads of a model forget at rates from almost 1 to 1/256 and less.
+    rate = torch.linspace(0.0, -8.0, num_heads, device=draw.device).exp2()
+    heads = LightningHeads(draw.values(count, num_heads * 3 * size), rate)
+    states = draw.normal(NUM_SLOTS, num_heads, size, size)
+
+    def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
+        stored = states.clone()
+        return kernels.lightning(heads, stored, sequences), stored
 
     return run
 

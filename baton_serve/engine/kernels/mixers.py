@@ -76,6 +76,52 @@ class DeltaHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class ChannelDeltaHeads:
+    """The inputs of the gated delta rule with a decay for each channel of the keys, Kimi Delta Attention
+    (https://arxiv.org/abs/2510.26692), for the tokens of a step. Queries and keys are scaled to length 1 by the kernel.
+    """
+
+    qkv: Tensor
+    """[num_tokens, num_heads * (2 * key_size + value_size)]: queries, keys and values side by side."""
+    beta: Tensor
+    """[num_tokens, num_heads]: the step sizes before their sigmoid."""
+    decay: Tensor
+    """[num_tokens, num_heads, key_size]: the logarithms of the decays, which are not positive, of any dtype."""
+
+    @property
+    def num_heads(self) -> int:
+        return self.decay.shape[1]
+
+    @property
+    def key_size(self) -> int:
+        return self.decay.shape[2]
+
+    @property
+    def value_size(self) -> int:
+        return self.qkv.shape[1] // self.num_heads - 2 * self.key_size
+
+
+@dataclass(frozen=True, slots=True)
+class LightningHeads:
+    """The inputs of lightning attention (https://arxiv.org/abs/2401.04658) for the tokens of a step: linear attention
+    in which each head forgets at a constant rate.
+    """
+
+    qkv: Tensor
+    """[num_tokens, num_heads * 3 * size]: the query, the key and the value of each head side by side."""
+    rate: Tensor
+    """float32 [num_heads]: a state decays by exp(-rate) with each token."""
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.rate)
+
+    @property
+    def size(self) -> int:
+        return self.qkv.shape[1] // (3 * self.num_heads)
+
+
+@dataclass(frozen=True, slots=True)
 class StateSpaceHeads:
     """The inputs of Mamba-2's recurrence (https://arxiv.org/abs/2405.21060) for the tokens of a step.
 
@@ -179,6 +225,10 @@ class MixerShapes:
     rotary_size: int = 0
     """Size of the part of a key that rotates."""
     num_latent_heads: int = 0
+    has_channel_decay: bool = False
+    """The delta rule has a decay for each channel of the keys."""
+    num_lightning_heads: int = 0
+    lightning_size: int = 0
     spaces: tuple[StateSpaceShapes, ...] = ()
     """The different shapes of the model's state spaces."""
 
@@ -212,6 +262,19 @@ class MixerKernels(Protocol):
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         """Compute the gated delta rule for the tokens of a step, and return [num_tokens, num_heads, value_size]. The
         recurrent states of its sequences are updated in `states`, float32 [num_slots, num_heads, key_size, value_size].
+        """
+        ...
+
+    def channel_delta_rule(self, heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute the gated delta rule with a decay for each channel for the tokens of a step, and return [num_tokens,
+        num_heads, value_size]. The recurrent states of its sequences are updated in `states`, float32 [num_slots,
+        num_heads, key_size, value_size].
+        """
+        ...
+
+    def lightning(self, heads: LightningHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        """Compute lightning attention for the tokens of a step, and return [num_tokens, num_heads, size]. The recurrent
+        states of its sequences are updated in `states`, float32 [num_slots, num_heads, size of keys, size of values].
         """
         ...
 

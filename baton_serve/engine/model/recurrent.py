@@ -3,8 +3,9 @@
 A mixer keeps a state per sequence and takes sequences of equal length as a batch. A step has the tokens of several
 sequences one after another, and their states lie in batch slots. So each mixer's forward is replaced: it splits the
 tokens by sequence, runs the module's own forward with the states of these sequences, and stores the new states. All
-sequences with one token are one batch; every longer chunk of a prompt is a batch of its own. State spaces (Mamba) on
-accelerators are computed for the whole step at once instead (`state_spaces.py`).
+sequences with one token are one batch; every longer chunk of a prompt is a batch of its own. On accelerators, state
+spaces (Mamba), lightning attention and Kimi Delta Attention are computed for the whole step at once instead
+(`state_spaces.py`).
 
 A sequence that starts has states of zeros instead of none. The modules compute the same from both: their convolutions
 pad with zeros, and their recurrences start at zero.
@@ -298,7 +299,9 @@ def install_steps(module: nn.Module, steps: CpuRecurrentSteps) -> None:
 
 
 def install_packed(module: nn.Module, kernels: MixerKernels) -> None:
-    """Let layers of state spaces compute a step at once by `kernels`. Call it after `adapt_mixers`."""
+    """Let layers with recurrent states compute a step at once by `kernels`, where these support them. Call it after
+    `adapt_mixers`.
+    """
     for part in cast(Iterable[Module], module.modules()):
         mixer = getattr(part, "baton_mixer", None)
         if isinstance(mixer, Mixer):

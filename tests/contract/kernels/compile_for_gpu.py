@@ -6,27 +6,68 @@ The interpreter accepts variables that change their type in a loop or a branch; 
 import sys
 from typing import Any
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_serve.engine.kernels.triton import (
+    channel_delta,
     convolution,
+    decode,
     delta_chunks,
     delta_step,
     experts,
     latent,
     mixers,
+    prefill,
     selective_scan,
     state_space,
 )
+from baton_serve.engine.kernels.triton.codes import CODE_KINDS
 
 HALF, WIDE, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 TARGET = GPUTarget("cuda", 90, 32)
 DELTA = {"num_heads": 4, "group": 2, "key_size": 32, "keys": 32, "value_size": 32, "values": 32}
 CHUNKS = {**DELTA, "chunk": 64, "precision": "tf32"}
 SPACE = {"num_heads": 4, "group": 2, "head_dim": 32, "state_size": 16}
+MAMBA = {
+    "x_at": 0,
+    "x_step": 32,
+    "b_at": 128,
+    "b_step": 16,
+    "c_behind": 32,
+    "dim_stride": 16,
+    "size_stride": 1,
+    "is_constant": False,
+}
+LIGHTNING = {
+    "group": 1,
+    "x_at": 32,
+    "x_step": 48,
+    "b_at": 16,
+    "b_step": 48,
+    "c_behind": -16,
+    "dim_stride": 1,
+    "size_stride": 32,
+    "is_constant": True,
+}
+BY_CHANNEL = {**{name: CHUNKS[name] for name in CHUNKS if name != "group"}, "keys": 64, "values": 64}
 SCAN = {"num_channels": 64, "state_size": 16, "size": 16, "seqs": 16, "chunk": 16, "tile": 32}
+WIDE_HEADS = {
+    "kv_heads": 2,
+    "group": 8,
+    "head_dim": 512,
+    "dims": 512,
+    "tile": 16,
+    "block_tokens": 64,
+    "head_rows": 64,
+    "window": 0,
+    "capped": False,
+    "sunk": False,
+    "seqs": 16,
+    "precision": "tf32",
+}
 LATENT = {
     "head_dim": 80,
     "value_dim": 64,
@@ -54,12 +95,17 @@ EXPERTS = {
 }
 POINTERS = {
     **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
+    **dict.fromkeys(("sinks", "pairs", "words", "seen_ends"), HALF),
+    **dict.fromkeys(("asking", "adding", "scores"), HALF),
     **dict.fromkeys(("xbc", "skip", "b", "c"), HALF),
     **dict.fromkeys(("query", "cache", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF),
     **dict.fromkeys(
-        ("states", "totals", "log_rate", "step_bias", "units", "partial", "stats", "cos", "sin", "factors"), WIDE
+        ("states", "totals", "log_rate", "rate", "step_bias", "units", "partial", "stats", "cos", "sin", "factors"),
+        WIDE,
     ),
     "entering": WIDE,
+    "finals": WIDE,
+    "decays": WIDE,
     **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
     "weights": WIDE,
     "slots": LONG,
@@ -74,11 +120,19 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for single in (False, True)
     ),
     (convolution._keep_kernel, {}),
-    (delta_step._step_kernel, DELTA),
+    *((delta_step._step_kernel, {**DELTA, "by_channel": by_channel}) for by_channel in (False, True)),
     (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),
     (delta_chunks._pass_kernel, CHUNKS),
-    (state_space._step_kernel, {**SPACE, "keys": 16, "values": 32}),
-    (state_space._chunks_kernel, {**SPACE, "keys": 64, "values": 64, "chunk": 64, "precision": "tf32"}),
+    (channel_delta._solve_kernel, {**BY_CHANNEL, "seqs": 16, "levels": 6, "block": 16, "exact": "tf32x3"}),
+    (channel_delta._pass_kernel, BY_CHANNEL),
+    *((state_space._step_kernel, {**SPACE, **kind, "keys": 16, "values": 32}) for kind in (MAMBA, LIGHTNING)),
+    *(
+        (
+            state_space._chunks_kernel,
+            {**SPACE, **kind, "keys": 64, "values": 64, "chunk": 64, "precision": "tf32"},
+        )
+        for kind in (MAMBA, LIGHTNING)
+    ),
     (selective_scan._scan_kernel, {**SCAN, "is_single": True, "has_output": True}),
     *((selective_scan._scan_kernel, {**SCAN, "is_single": False, "has_output": last}) for last in (False, True)),
     (selective_scan._pass_kernel, SCAN),
@@ -98,6 +152,25 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             "gap": 1,
             "step_to": 1,
             "gap_to": 8,
+        },
+    ),
+    *(
+        (
+            decode._decode_kernel,
+            {**WIDE_HEADS, "rows": 16, "kind": kind, "min_split": 64, "max_splits": 4, "split_limit": 4, "align": 64},
+        )
+        for kind in (-1, CODE_KINDS[torch.int8])
+    ),
+    (
+        prefill._prefill_kernel,
+        {
+            **WIDE_HEADS,
+            "rows": 32,
+            "scaled": False,
+            "skip_singles": True,
+            "sees_later": False,
+            "described": False,
+            "paired": False,
         },
     ),
     (latent._decode_kernel, {**LATENT, "rows": 16, "min_split": 64, "split_limit": 4, "align": 64}),
@@ -130,6 +203,8 @@ SHORT = {"channels": 64, "taps": 4, "has_silu": True, "columns": 32}
 def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
     """Compile a kernel for `TARGET`. Raises Triton's `CompilationError`."""
     names, types = kernel.arg_names, dict(POINTERS)
+    if constants.get("kind", -1) >= 0:  # a KV cache of codes, which are also read in pairs and in words
+        types.update(cache="*i8", pairs="*i16", words="*i32")
     if "taps" in names:
         constants, types["states"] = {**SHORT, **constants}, HALF
     constants = {name: value for name, value in constants.items() if name in names}

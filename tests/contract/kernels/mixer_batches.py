@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels import DeltaHeads, PackedSequences, ScanChannels, StateSpaceHeads
+from baton_serve.engine.kernels import (
+    ChannelDeltaHeads,
+    DeltaHeads,
+    LightningHeads,
+    PackedSequences,
+    ScanChannels,
+    StateSpaceHeads,
+)
 from tests.contract.kernels.triton_batches import DEVICE
 
 NUM_SLOTS = 6
@@ -41,6 +48,24 @@ def delta_heads(
         num_key_heads=key_heads,
         key_size=key_size,
     )
+
+
+def channel_delta_heads(
+    num_tokens: int, heads: int, key_size: int, value_size: int, dtype: torch.dtype
+) -> ChannelDeltaHeads:
+    """Return inputs of the delta rule with a decay for each channel, as columns of one product. Some channels forget
+    almost everything with one token.
+    """
+    width = heads * (2 * key_size + value_size)
+    product = draw(num_tokens, width + heads + 3, dtype=dtype)
+    decay = -(3.0 * draw(num_tokens, heads, key_size) - 2.0).exp()
+    return ChannelDeltaHeads(product[:, :width], product[:, width : width + heads], decay)
+
+
+def lightning_heads(num_tokens: int, heads: int, size: int, dtype: torch.dtype) -> LightningHeads:
+    """Return inputs of lightning attention, as columns of a wider product."""
+    qkv = draw(num_tokens, 3 * heads * size + 5, dtype=dtype)[:, : 3 * heads * size]
+    return LightningHeads(qkv, torch.linspace(0.9, 0.001, heads, device=DEVICE))
 
 
 def state_space_heads(

@@ -30,6 +30,8 @@ SHAPES_OF_BOTH = replace(
         rank=32,
         rotary_size=16,
         num_latent_heads=4,
+        num_lightning_heads=3,
+        lightning_size=16,
         spaces=(
             StateSpaceShapes(2, 16, 1, 16, 4, (0.001, float("inf"))),
             StateSpaceShapes(20, 0, 0, 16, 4, (0.0, float("inf"))),
@@ -41,6 +43,8 @@ SHAPES_OF_BOTH = replace(
 class Perturbed:
     """The twins, but the delta rule forgets what a prompt has left in the states."""
 
+    channel_delta_rule = staticmethod(twin.channel_delta_rule)
+    lightning = staticmethod(twin.lightning)
     state_space = staticmethod(twin.state_space)
     selective_scan = staticmethod(twin.selective_scan)
 
@@ -57,15 +61,24 @@ class Perturbed:
         return output
 
 
-def prove(mixers: MixerKernels) -> ProvedKernels:
+def prove(mixers: MixerKernels, own: MixerShapes = SHAPES_OF_BOTH.mixers) -> ProvedKernels:
     candidates = KernelCandidates(mixers=(KernelCandidate("given", lambda: mixers),))
-    return prove_kernels(candidates, SHAPES_OF_BOTH, DEVICE, folder=None, is_timed=False)
+    return prove_kernels(candidates, replace(SHAPES, mixers=own), DEVICE, folder=None, is_timed=False)
 
 
 def test_right_mixers_serve_all_operations() -> None:
     kernels = prove(triton_mixers)
     assert kernels.mixers is triton_mixers
-    assert {verdict.operation for verdict in kernels.verdicts if verdict.is_chosen} == set(MIXER_OPERATIONS)
+    proved = {verdict.operation for verdict in kernels.verdicts if verdict.is_chosen}
+    assert proved == set(MIXER_OPERATIONS) - {"delta rule by channel"}
+
+
+def test_right_mixers_serve_models_with_a_decay_by_channel() -> None:
+    own = MixerShapes(2, 2, 16, 16, 4, has_channel_decay=True)
+    kernels = prove(triton_mixers, own)
+    assert kernels.mixers is triton_mixers
+    chosen = {verdict.operation for verdict in kernels.verdicts if verdict.is_chosen}
+    assert chosen == {"short convolution", "delta rule by channel"}
 
 
 def test_a_wrong_delta_rule_is_named_and_its_twin_serves(caplog: pytest.LogCaptureFixture) -> None:

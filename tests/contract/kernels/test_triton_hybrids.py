@@ -1,4 +1,4 @@
-"""Models with state spaces through the Triton kernels of their mixers: the tokens of `transformers.generate`.
+"""Models with recurrent states through the Triton kernels of their mixers: the tokens of `transformers.generate`.
 
 The tests of packed steps compare all families with `generate` by the twins of these kernels.
 """
@@ -21,7 +21,7 @@ FIRST_CHUNK = 65
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="drives a model on the CPU")
-@pytest.mark.parametrize("family", ["nemotron_h", "jamba"])
+@pytest.mark.parametrize("family", ["nemotron_h", "jamba", "kimi_linear", "minimax"])
 def test_tokens_equal_generate(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The interpreter computes the channels of one program at the same time.
     monkeypatch.setattr(selective_scan, "TILE_CHANNELS", 128)

@@ -4,12 +4,22 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 from baton_serve.engine.kernels import LatentRows, Norm
 from baton_serve.engine.kernels.reference import mixers as twin
 from baton_serve.engine.kernels.triton import mixers
-from tests.contract.kernels.mixer_batches import NUM_SLOTS, PADDING, delta_heads, draw, packed, random_states
+from tests.contract.kernels.mixer_batches import (
+    NUM_SLOTS,
+    PADDING,
+    channel_delta_heads,
+    delta_heads,
+    draw,
+    lightning_heads,
+    packed,
+    random_states,
+)
 from tests.contract.kernels.triton_batches import DEVICE
 
 SINGLE = ([1, 1, 1, 1], [4, PADDING, 0, 3])
@@ -61,6 +71,77 @@ def test_the_delta_rule_equals_its_twin(
     check(states.to(dtype), expected_states.to(dtype))
     unused = [slot for slot in range(NUM_SLOTS) if slot not in step[1]]
     assert torch.equal(states[unused], expected_states[unused])
+
+
+@STEPS
+@DTYPES
+@pytest.mark.parametrize(("heads", "key_size", "value_size"), [(2, 20, 72), (1, 128, 128)])
+def test_the_delta_rule_by_channel_equals_its_twin(
+    step: tuple[list[int], list[int]], dtype: torch.dtype, heads: int, key_size: int, value_size: int
+) -> None:
+    torch.manual_seed(6)
+    sequences = packed(*step)
+    inputs = channel_delta_heads(sum(step[0]), heads, key_size, value_size, dtype)
+    states = random_states(heads, key_size, value_size)
+    expected_states = states.clone()
+    expected = twin.channel_delta_rule(inputs, expected_states, sequences)
+    check(mixers.channel_delta_rule(inputs, states, sequences), expected)
+    check(states.to(dtype), expected_states.to(dtype))
+    unused = [slot for slot in range(NUM_SLOTS) if slot not in step[1]]
+    assert torch.equal(states[unused], expected_states[unused])
+
+
+@STEPS
+@DTYPES
+@pytest.mark.parametrize(("heads", "size"), [(3, 20), (2, 128)])
+def test_lightning_attention_equals_its_twin(
+    step: tuple[list[int], list[int]], dtype: torch.dtype, heads: int, size: int
+) -> None:
+    torch.manual_seed(7)
+    sequences = packed(*step)
+    inputs, states = lightning_heads(sum(step[0]), heads, size, dtype), random_states(heads, size, size)
+    expected_states = states.clone()
+    expected = twin.lightning(inputs, expected_states, sequences)
+    check(mixers.lightning(inputs, states, sequences), expected)
+    check(states.to(dtype), expected_states.to(dtype))
+    unused = [slot for slot in range(NUM_SLOTS) if slot not in step[1]]
+    assert torch.equal(states[unused], expected_states[unused])
+
+
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 3]], ids=["tokens", "prompts"])
+def test_the_twin_by_channel_equals_the_function_of_transformers(lengths: list[int]) -> None:
+    torch.manual_seed(8)
+    heads, key_size, value_size = 2, 16, 24
+    sequences = packed(lengths, [4, 1, 0])
+    inputs = channel_delta_heads(sum(lengths), heads, key_size, value_size, torch.float32)
+    states, start = random_states(heads, key_size, value_size), 0
+    before, keys = states.clone(), heads * key_size
+    found = twin.channel_delta_rule(inputs, states, sequences)
+    for length, slot in zip(lengths, sequences.slots.tolist(), strict=True):
+        rows = slice(start, start + length)
+        parts = torch.split(inputs.qkv[rows], [keys, keys, heads * value_size], dim=1)
+        output, state = kimi.recurrent_kimi_delta_attention(
+            *(part.reshape(1, length, heads, -1) for part in parts),
+            g=inputs.decay[rows][None],
+            beta=inputs.beta[rows].sigmoid()[None],
+            initial_state=before[slot : slot + 1],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        check(found[rows], output[0])
+        check(states[slot], state[0])
+        start += length
+
+
+def test_the_twin_of_lightning_attention_is_linear_attention_that_forgets() -> None:
+    torch.manual_seed(9)
+    inputs, states = lightning_heads(70, 2, 12, torch.float32), random_states(2, 12, 12)
+    state, found = states[3].clone(), twin.lightning(inputs, states, packed([70], [3]))
+    for token in range(70):
+        query, key, value = inputs.qkv[token].view(2, 3, 12).unbind(1)
+        state = state * torch.exp(-inputs.rate)[:, None, None] + key[:, :, None] * value[:, None]
+        check(found[token], (query[:, None] @ state)[:, 0])
+    check(states[3], state)
 
 
 @pytest.mark.parametrize("lengths", [[1, 1, 1], [70, 1, 3]], ids=["tokens", "prompts"])

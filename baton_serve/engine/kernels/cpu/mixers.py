@@ -7,7 +7,15 @@ from torch import Tensor
 from baton_serve.engine.kernels.cpu.layers import SIGMOID, GateKernel
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kernels.metadata import Norm
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences, ScanChannels, StateSpaceHeads
+from baton_serve.engine.kernels.mixers import (
+    ChannelDeltaHeads,
+    DeltaHeads,
+    LatentRows,
+    LightningHeads,
+    PackedSequences,
+    ScanChannels,
+    StateSpaceHeads,
+)
 from baton_serve.engine.kernels.reference import mixers as twin
 
 
@@ -37,6 +45,12 @@ class CpuMixers:
     def delta_rule(self, heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         output = self._steps.packed_delta_rule(heads, states, sequences)
         return twin.delta_rule(heads, states, sequences) if output is None else output
+
+    def channel_delta_rule(self, heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return twin.channel_delta_rule(heads, states, sequences)
+
+    def lightning(self, heads: LightningHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+        return twin.lightning(heads, states, sequences)
 
     def state_space(self, heads: StateSpaceHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
         return twin.state_space(heads, states, sequences)

@@ -7,11 +7,21 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_serve.engine.kernels.metadata import Norm
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
 from baton_serve.engine.kernels.reference.layers import rms_norm
-from baton_serve.engine.kernels.reference.state_space import selective_scan, state_space
+from baton_serve.engine.kernels.reference.state_space import lightning, selective_scan, state_space
 
-__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "selective_scan", "sigmoid_gate", "state_space"]
+__all__ = [
+    "channel_delta_rule",
+    "convolve",
+    "delta_rule",
+    "gated_norm",
+    "latent_rows",
+    "lightning",
+    "selective_scan",
+    "sigmoid_gate",
+    "state_space",
+]
 
 CHUNK_TOKENS = 64
 """Tokens of a sequence that the delta rule computes as matrix products."""
@@ -45,7 +55,7 @@ class _Parts(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    decay: Tensor  # the logarithm
+    decay: Tensor  # the logarithm, without a last dimension if it is one number for each head
     beta: Tensor
 
 
@@ -60,6 +70,37 @@ def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) ->
         compute = _one_step if sequences.max_len == 1 else _in_chunks
         found, states[slots] = compute(parts, states[slots])
         output[rows] = found.transpose(1, 2).flatten(0, 1).to(output.dtype)
+    return output
+
+
+def channel_delta_rule(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute the gated delta rule with a decay for each channel in plain torch, as `MixerKernels.channel_delta_rule`
+    specifies. `states` are updated; sequences with several tokens run in chunks.
+    """
+    num_heads, key_size = heads.num_heads, heads.key_size
+    keys = num_heads * key_size
+    output = heads.qkv.new_zeros(len(heads.qkv), num_heads, heads.value_size)
+    for rows, slots in sequences.batches():
+
+        def split(x: Tensor, count: int = len(slots)) -> Tensor:
+            """Divide the columns of `x` into heads: float32 [num_seqs, num_heads, length, size]."""
+            return x.reshape(count, -1, num_heads, x.shape[1] // num_heads).transpose(1, 2).float()
+
+        query, key, value = map(split, torch.split(heads.qkv[rows], [keys, keys, num_heads * heads.value_size], dim=1))
+        parts = _Parts(
+            _unit(query) * key_size**-0.5,
+            _unit(key),
+            value,
+            split(heads.decay[rows].flatten(1)),
+            split(torch.sigmoid(heads.beta[rows])),
+        )
+        state, found = states[slots], []
+        for start in range(0, value.shape[2], CHUNK_TOKENS):
+            chunk = _Parts(*(part[:, :, start : start + CHUNK_TOKENS] for part in parts))
+            outputs, state = _channel_chunk(chunk, state)
+            found.append(outputs)
+        states[slots] = state
+        output[rows] = torch.cat(found, dim=2).transpose(1, 2).flatten(0, 1).to(output.dtype)
     return output
 
 
@@ -127,6 +168,30 @@ def _one_step(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
     delta = (parts.value - parts.key @ state) * parts.beta[..., None]
     state = state + parts.key.transpose(-1, -2) @ delta
     return parts.query @ state, state
+
+
+def _channel_chunk(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute one chunk of the gated delta rule with decays [num_seqs, num_heads, length, key_size] and step sizes
+    [num_seqs, num_heads, length, 1]. Return (outputs, the state behind the chunk).
+
+    Decays differ by channel, so the products of keys and of queries with keys are sums over decayed channels.
+    """
+    query, key, total = parts.query, parts.key, parts.decay.cumsum(2)
+    length = total.shape[2]
+    lower = torch.ones(length, length, dtype=torch.bool, device=state.device).tril()
+    # Above the diagonal the exponent is positive and might overflow.
+    between = total[:, :, :, None] - total[:, :, None]
+    decayed = between.masked_fill(~lower[..., None], float("-inf")).exp() * key[:, :, None]
+    mixing = (key[:, :, :, None] * decayed).sum(-1) * parts.beta
+    scores = (query[:, :, :, None] * decayed).sum(-1)
+    both = torch.cat([parts.value * parts.beta, key * parts.beta * total.exp()], dim=-1)
+    solved = torch.linalg.solve_triangular(mixing, both, upper=False, unitriangular=True)
+    new_values, seen_keys = torch.split(solved, [parts.value.shape[-1], key.shape[-1]], dim=-1)
+    update = new_values - seen_keys @ state
+    output = (query * total.exp()) @ state + scores @ update
+    last = total[:, :, -1:]
+    rest = (key * (last - total).exp()).transpose(-1, -2)
+    return output, state * last.transpose(-1, -2).exp() + rest @ update
 
 
 def _in_chunks(parts: _Parts, state: Tensor) -> tuple[Tensor, Tensor]:

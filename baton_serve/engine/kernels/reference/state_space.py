@@ -1,12 +1,14 @@
-"""The plain-torch twins of the kernels of state spaces (Mamba-2, Mamba-1): specification, fallback and test oracle."""
+"""The plain-torch twins of the kernels of state spaces (Mamba-2, Mamba-1) and of lightning attention: specification,
+fallback and test oracle.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels.mixers import PackedSequences, ScanChannels, StateSpaceHeads
+from baton_serve.engine.kernels.mixers import LightningHeads, PackedSequences, ScanChannels, StateSpaceHeads
 
-__all__ = ["scan", "selective_scan", "state_space"]
+__all__ = ["lightning", "scan", "selective_scan", "state_space"]
 
 CHUNK_TOKENS = 64
 """Tokens of a sequence that Mamba-2's recurrence computes as matrix products."""
@@ -34,6 +36,29 @@ def state_space(heads: StateSpaceHeads, states: Tensor, sequences: PackedSequenc
         states[slots] = state
         added = torch.cat(found, dim=2) + x * heads.skip.float()[:, None, None]
         output[rows] = added.transpose(1, 2).flatten(0, 1).to(output.dtype)
+    return output
+
+
+def lightning(heads: LightningHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute lightning attention in plain torch, as `MixerKernels.lightning` specifies. `states` are updated.
+
+    It is a state space whose inputs, B and C are values, keys and queries, with a constant decay and no time steps.
+    """
+    num_heads, size = heads.num_heads, heads.size
+    output = heads.qkv.new_zeros(len(heads.qkv), num_heads, size)
+    for rows, slots in sequences.batches():
+        parts = heads.qkv[rows].view(len(slots), -1, num_heads, 3, size).permute(3, 0, 2, 1, 4).float()
+        query, key, value = parts.unbind(0)  # [num_seqs, num_heads, length, size]
+        decay = -heads.rate[:, None].expand(query.shape[:3])
+        # The state of a state space is [values, keys].
+        state, found = states[slots].transpose(-1, -2), []
+        for start in range(0, query.shape[2], CHUNK_TOKENS):
+            chunk = slice(start, start + CHUNK_TOKENS)
+            inputs, into, out_of = value[:, :, chunk], key[:, :, chunk], query[:, :, chunk]
+            outputs, state = _chunk(inputs, into, out_of, decay[:, :, chunk], state)
+            found.append(outputs)
+        states[slots] = state.transpose(-1, -2)
+        output[rows] = torch.cat(found, dim=2).transpose(1, 2).flatten(0, 1).to(output.dtype)
     return output
 
 

@@ -19,7 +19,7 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16
-"""Tokens of a block on the diagonal of a chunk's system: a quarter of the chunk, as `_inverse` needs."""
+"""Tokens of a block on the diagonal of a chunk's system: a quarter of the chunk, as `inverse_of` needs."""
 MIN_SIZE = 64
 """Smallest padded size of keys and values. Programs with 32 values left their memory (H100, Triton 3.6)."""
 PASS_VALUES = 64
@@ -98,7 +98,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
 
 
 @triton.jit
-def _unit(rows, scale):
+def unit_factors(rows, scale):
     """Return the factor of each row that scales it to a vector of length `scale`, float32."""
     wide = rows.to(tl.float32)
     # The epsilon is that of transformers' `l2norm`.
@@ -164,19 +164,19 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
         at_query = row + head // group * key_size + dim[None, :]
         # Matrix units read queries, keys and values as they are. Their factors scale rows or columns of results.
         key = tl.load(at_query + width, in_key, other=0.0)
-        unit = _unit(key, 1.0)
+        unit = unit_factors(key, 1.0)
         # The value heads of one key head have the same factors, so the first of them stores them for all.
         if head % group == 0:
             at_unit = units + token * (num_heads // group) + head // group
             query = tl.load(at_query, in_key, other=0.0)
-            tl.store(at_unit, _unit(query, scale), live)
+            tl.store(at_unit, unit_factors(query, scale), live)
             tl.store(at_unit + num_tokens.to(tl.int64) * (num_heads // group), unit, live)
         scores = tl.dot(key, tl.trans(key), input_precision=precision)
         below = place[:, None] > place[None, :]
         # Above the diagonal the exponent is positive and might overflow.
         between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
         mixing = tl.where(below, scores * between * (size * unit)[:, None] * unit[None, :], 0.0)
-        inverse = _inverse(mixing, place, chunk, block, exact)
+        inverse = inverse_of(mixing, place, chunk, block, exact)
         in_value = live[:, None] & (column < value_size)[None, :]
         value = tl.load(row + 2 * width + head * value_size + column[None, :], in_value, other=0.0)
         at = token[:, None] * num_heads + head
@@ -189,7 +189,7 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
 
 
 @triton.jit
-def _inverse(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
+def inverse_of(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
     """Return the inverse of the matrix 1 + mixing, in which `mixing` has numbers below the diagonal only.
 
     The blocks on the diagonal are inverted row by row, all at the same time. Multiplied by their inverse, the matrix is

@@ -1,6 +1,7 @@
 """One token of the gated delta rule for each sequence: its state is read once, and written once to the same place.
+Decays are one number for each head, or for each channel of the keys.
 
-Twin: `reference.mixers.delta_rule`.
+Twins: `reference.mixers.delta_rule` and `channel_delta_rule`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -9,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.mixers import DeltaHeads, PackedSequences
+from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, PackedSequences
 from baton_serve.engine.kernels.triton.tiles import padded
 
 FEW_PROGRAMS = 1024
@@ -19,29 +20,52 @@ FEW_PROGRAMS = 1024
 def delta_step(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
     """Compute the gated delta rule for one token of each sequence by a Triton kernel; see `MixerKernels.delta_rule`."""
     assert heads.qkv.stride(1) == 1 and heads.beta.stride(1) == heads.step.stride(1) == 1
+    factors = (heads.beta, heads.step, heads.log_rate, heads.step_bias)
+    return _step(heads, heads.num_key_heads, factors, heads.step.stride(0), states, sequences, by_channel=False)
+
+
+def channel_delta_step(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute the gated delta rule with a decay for each channel for one token of each sequence by a Triton kernel; see
+    `MixerKernels.channel_delta_rule`.
+    """
+    assert heads.qkv.stride(1) == heads.beta.stride(1) == 1 and heads.decay[0].is_contiguous()
+    # Triton needs pointers here that the kernel does not read.
+    factors = (heads.beta, heads.decay, heads.beta, heads.beta)
+    return _step(heads, heads.num_heads, factors, heads.decay.stride(0), states, sequences, by_channel=True)
+
+
+def _step(
+    heads: DeltaHeads | ChannelDeltaHeads,
+    num_key_heads: int,
+    factors: tuple[Tensor, ...],
+    step_stride: int,
+    states: Tensor,
+    sequences: PackedSequences,
+    *,
+    by_channel: bool,
+) -> Tensor:
+    """Launch the kernel. `factors` are what decays and step sizes are computed from."""
     num_seqs, num_heads, value_size = len(heads.qkv), heads.num_heads, heads.value_size
     output = torch.empty((num_seqs, num_heads, value_size), dtype=heads.qkv.dtype, device=heads.qkv.device)
     values = min(padded(value_size), 32 if num_seqs * num_heads <= FEW_PROGRAMS else 64)
     _step_kernel[(num_seqs, num_heads, triton.cdiv(value_size, values))](
         output,
         heads.qkv,
-        heads.beta,
-        heads.step,
-        heads.log_rate,
-        heads.step_bias,
+        *factors,
         states,
         sequences.slots,
         heads.key_size**-0.5,
         heads.qkv.stride(0),
         heads.beta.stride(0),
-        heads.step.stride(0),
+        step_stride,
         states.stride(0),
         num_heads=num_heads,
-        group=num_heads // heads.num_key_heads,
+        group=num_heads // num_key_heads,
         key_size=heads.key_size,
         keys=padded(heads.key_size),
         value_size=value_size,
         values=values,
+        by_channel=by_channel,
         num_warps=4,
     )
     return output
@@ -68,6 +92,7 @@ def _step_kernel(  # noqa: PLR0913
     keys: tl.constexpr,
     value_size: tl.constexpr,
     values: tl.constexpr,
+    by_channel: tl.constexpr,
 ):
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, keys), tl.program_id(2) * values + tl.arange(0, values)
@@ -84,10 +109,17 @@ def _step_kernel(  # noqa: PLR0913
         query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * scale
         key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
         # The order is that of the paper: decay, read, update, and only then the answer to the query.
-        decay, size = gates(beta + seq * beta_stride, step + seq * step_stride, log_rate, step_bias, head, dtype)
+        if by_channel:
+            size = step_size(beta + seq * beta_stride + head, dtype)
+            log_decay = tl.load(step + seq * step_stride + head * key_size + dim, in_key, other=0.0)
+            decay = tl.exp(log_decay.to(tl.float32))[:, None]
+        else:
+            at_step = step + seq * step_stride
+            log_decay, size = gates(beta + seq * beta_stride, at_step, log_rate, step_bias, head, dtype)
+            decay = tl.exp(log_decay)
         at = states + slot * state_stride + head * (key_size * value_size) + dim[:, None] * value_size + column[None, :]
         mask = in_key[:, None] & in_value[None, :]
-        state = tl.load(at, mask, other=0.0) * tl.exp(decay)
+        state = tl.load(at, mask, other=0.0) * decay
         delta = (value - tl.sum(state * key[:, None], 0)) * size
         state += key[:, None] * delta[None, :]
         tl.store(at, state, mask)
@@ -102,6 +134,11 @@ def gates(beta, step, log_rate, step_bias, at, dtype: tl.constexpr):
     wide = tl.load(step + at).to(tl.float32) + tl.load(step_bias + at)
     # Softplus. Above 20 it is its argument.
     steps = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))
-    size = 1.0 / (1.0 + tl.exp(-tl.load(beta + at).to(tl.float32)))
-    # Round as if the sigmoid had been stored.
-    return -tl.exp(tl.load(log_rate + at)) * steps, size.to(dtype).to(tl.float32)
+    return -tl.exp(tl.load(log_rate + at)) * steps, step_size(beta + at, dtype)
+
+
+@triton.jit
+def step_size(beta, dtype: tl.constexpr):
+    """Return the sigmoid of the number at `beta`, rounded as if it had been stored."""
+    size = 1.0 / (1.0 + tl.exp(-tl.load(beta).to(tl.float32)))
+    return size.to(dtype).to(tl.float32)

@@ -1,5 +1,5 @@
-"""The kernels of token mixers in Triton: convolutions, the gated delta rule, state spaces, gates, and the rows of
-latent attention.
+"""The kernels of token mixers in Triton: convolutions, the gated delta rule, lightning attention, state spaces, gates,
+and the rows of latent attention.
 
 Twins: `reference.mixers`.
 """
@@ -11,15 +11,26 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Norm
-from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.triton.channel_delta import channel_delta_chunks
 from baton_serve.engine.kernels.triton.convolution import convolve
 from baton_serve.engine.kernels.triton.delta_chunks import delta_chunks
-from baton_serve.engine.kernels.triton.delta_step import delta_step
+from baton_serve.engine.kernels.triton.delta_step import channel_delta_step, delta_step
 from baton_serve.engine.kernels.triton.selective_scan import selective_scan
-from baton_serve.engine.kernels.triton.state_space import state_space
+from baton_serve.engine.kernels.triton.state_space import lightning, state_space
 from baton_serve.engine.kernels.triton.tiles import padded
 
-__all__ = ["convolve", "delta_rule", "gated_norm", "latent_rows", "selective_scan", "sigmoid_gate", "state_space"]
+__all__ = [
+    "channel_delta_rule",
+    "convolve",
+    "delta_rule",
+    "gated_norm",
+    "latent_rows",
+    "lightning",
+    "selective_scan",
+    "sigmoid_gate",
+    "state_space",
+]
 
 _HEADS_PER_PROGRAM = 8
 _TILE_COLUMNS = 1024
@@ -28,6 +39,14 @@ _TILE_COLUMNS = 1024
 def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
     """Compute the gated delta rule by Triton kernels, as `MixerKernels.delta_rule` specifies. `states` are updated."""
     compute = delta_step if sequences.max_len == 1 else delta_chunks
+    return compute(heads, states, sequences)
+
+
+def channel_delta_rule(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
+    """Compute the gated delta rule with a decay for each channel by Triton kernels, as
+    `MixerKernels.channel_delta_rule` specifies. `states` are updated.
+    """
+    compute = channel_delta_step if sequences.max_len == 1 else channel_delta_chunks
     return compute(heads, states, sequences)
 
 
