@@ -6,7 +6,16 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+    CLIPImageProcessorPil,
+    Qwen2VLImageProcessorPil,
+    SiglipImageProcessorPil,
+)
 
 WORDS = [
     "[PAD]",
@@ -107,3 +116,85 @@ def write_modules(folder: Path, mode: str, *, normalize: bool = True, dense: int
         parts.append(("Normalize", "3_Normalize"))
     modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in parts]
     (folder / "modules.json").write_text(json.dumps(modules))
+
+
+IMAGE_SIDE = 16
+_TOWER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": IMAGE_SIDE,
+    "patch_size": 4,
+}
+_TEXTS = {**_ENCODER, "max_position_embeddings": 20, "bos_token_id": 2, "eos_token_id": 3}
+_PAGE_TOKENS = ["<image>", "<bos>", "<pad>", "\n", "<|image_pad|>", "<|endoftext|>"]
+PAGE_TEXT, QUESTION = "a block", "is "
+
+
+def _two_towers(kind: str) -> dict[str, Any]:
+    if kind == "clip":
+        sizes = {"projection_dim": 12}
+        return {"text_config": {**_TEXTS, **sizes}, "vision_config": {**_TOWER, **sizes}, **sizes}
+    return {"text_config": {**_TEXTS, "projection_size": 32, "pad_token_id": 1}, "vision_config": _TOWER}
+
+
+def _pages(kind: str) -> dict[str, Any]:
+    vocab = len(WORDS) + len(_PAGE_TOKENS)
+    text = {**_DECODER, "vocab_size": vocab, "num_key_value_heads": 2}
+    if kind == "colpali":
+        vlm: dict[str, Any] = {
+            "model_type": "paligemma",
+            "text_config": {**text, "model_type": "gemma"},
+            "vision_config": {**_TOWER, "model_type": "siglip_vision_model", "projection_dim": 32},
+            "projection_dim": 32,
+            "image_token_index": vocab - 6,
+        }
+    else:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+        vlm = {
+            "model_type": "qwen2_vl",
+            "text_config": {**text, "rope_parameters": rope},
+            "vision_config": {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4},
+            "image_token_id": vocab - 2,
+            "video_token_id": vocab + 1,
+        }
+    return {"vlm_config": vlm, "embedding_dim": 8}
+
+
+def write_image_embedder(folder: Path, kind: str, *, seed: int = 0) -> Path:
+    """Makes `folder` with a tiny CLIP, SigLIP, ColPali or ColQwen2, its tokenizer and image processor. float32."""
+    is_page = kind.startswith("col")
+    config = AutoConfig.for_model(kind, **(_pages(kind) if is_page else _two_towers(kind)))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = (AutoModelForPreTraining if is_page else AutoModel).from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.add_(
+                    torch.randn_like(parameter) * 0.1
+                )
+    model.save_pretrained(folder)
+    write_word_tokenizer(folder, is_encoder=not is_page)
+    side = {"height": IMAGE_SIDE, "width": IMAGE_SIDE}
+    if kind == "colqwen2":
+        limits = {"shortest_edge": 4 * 8 * 8, "longest_edge": 16 * 8 * 8}
+        Qwen2VLImageProcessorPil(patch_size=4, size=limits).save_pretrained(folder)
+    elif kind == "clip":
+        CLIPImageProcessorPil(size={"shortest_edge": IMAGE_SIDE}, crop_size=side).save_pretrained(folder)
+    else:
+        SiglipImageProcessorPil(size=side).save_pretrained(folder)
+    if is_page:
+        _write_page_processor(folder, kind)
+    return folder
+
+
+def _write_page_processor(folder: Path, kind: str) -> None:
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(_PAGE_TOKENS)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    pad, page = ("<pad>", PAGE_TEXT) if kind == "colpali" else ("<|endoftext|>", f"is <|image_pad|> {PAGE_TEXT}")
+    names = {"pad_token": pad, "bos_token": "<bos>", "unk_token": "[UNK]", "tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    texts = {"visual_prompt_prefix": page, "query_prefix": QUESTION}
+    (folder / "processor_config.json").write_text(json.dumps(texts))

@@ -151,6 +151,8 @@ class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):
     params: PoolingSpec
     priority: int = 0
     timeout_s: float = 600.0
+    images: Images = []
+    """The files of the images of all inputs, each once."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):

@@ -4,6 +4,8 @@ from typing import Literal
 
 import msgspec
 
+from baton_serve.contracts.media import Spans
+
 PoolingTask = Literal["embed", "token_embed", "classify"]
 """`embed`: one vector per input; `token_embed`: one per token; `classify`: the scores of the classes."""
 
@@ -20,10 +22,11 @@ class PoolingSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 class PoolingInput(msgspec.Struct, frozen=True):
     """The tokens of one input of a pooling model. `token_type_ids` distinguish the two texts of a pair, for models that
-    need it."""
+    need it. `media` are the places of its images, whose files are sent beside the inputs."""
 
     token_ids: list[int]
     token_type_ids: list[int] | None = None
+    media: Spans = []
 
 
 class PoolingProfile(msgspec.Struct, frozen=True, kw_only=True):

@@ -308,7 +308,14 @@ class ModelParts:
         """Return a new server for a model that computes vectors, such as embeddings."""
         self._rpc = rpc
         thread = cast("EngineThread[PoolingEngine]", self.thread)
-        return PoolingServer(self.identity, engine=thread, stats=engine.stats(), router=rpc, events=self.events)
+        return PoolingServer(
+            self.identity,
+            engine=thread,
+            stats=engine.stats(),
+            router=rpc,
+            events=self.events,
+            reader=engine.image_reader,
+        )
 
 
 def engine_thread(settings: InstanceSettings, process: ProcessParts, weights_version: str = "") -> AnyEngineThread:

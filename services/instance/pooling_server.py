@@ -1,14 +1,14 @@
 """Serves requests for vectors (embeddings, scores): receives `Pool` messages of routers and sends back the results.
 
 A request consists of one or more inputs; each result is sent after the engine step that computed it. No state is kept
-between inputs, so a request needs no task: it ends with its last result, its deadline, a `Cancel`, or the loss of its
-router.
+between inputs, so a request needs no task, except to decode its images: it ends with its last result, its deadline, a
+`Cancel`, or the loss of its router.
 """
 
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import Load
@@ -28,9 +28,11 @@ from baton_serve.contracts.messages import (
     SnapshotRequest,
     ToInstance,
 )
+from baton_serve.contracts.vision import READERS
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.drain.shutdown import DrainableServer
 from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 MAX_BATCH_BYTES = 4 * 1024 * 1024
 """Maximum size of the vectors in one frame to a router, in bytes; a single larger vector gets a frame of its own."""
+
+MAX_DECODED = 16
+"""Largest number of requests whose images are decoded and not computed yet. Pixels take tens of times the memory of the
+files, so the others wait as files."""
 
 MAX_RESULT_BYTES = MAX_FRAME_BYTES - 64 * 1024
 """Maximum size of one result in bytes, with room for the other fields of its frame.
@@ -61,6 +67,7 @@ class _Request:
     inner: RequestId
     num_left: int
     deadline: asyncio.TimerHandle
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class PoolingServer(DrainableServer):
@@ -76,7 +83,9 @@ class PoolingServer(DrainableServer):
         stats: EngineStats,
         router: RouterPort,
         events: EventsPort,
+        reader: ImageReader | None = None,
     ) -> None:
+        """`reader` decodes the images of inputs; None if the engine reads none."""
         super().__init__(router)
         self._identity = identity
         self._engine = engine
@@ -84,6 +93,9 @@ class PoolingServer(DrainableServer):
         self._requests: dict[RequestId, _Request] = {}
         self._by_router: dict[tuple[RouterId, RequestId], _Request] = {}
         self._num_accepted = 0
+        self._reader = reader
+        self._decoding = asyncio.Semaphore(MAX_DECODED)
+        self._tasks: set[asyncio.Task[None]] = set()
         self.stats = stats
 
     @property
@@ -162,8 +174,36 @@ class PoolingServer(DrainableServer):
         self._requests[inner] = request
         self._by_router[router, message.request_id] = request
         self._idle.clear()
+        if not message.images:
+            self._add(request, message, NO_PIXELS)
+            return
+        task = asyncio.get_running_loop().create_task(self._decode(request, message), name=f"decode-{inner}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _decode(self, request: _Request, message: Pool) -> None:
+        """Decode the images of a request in a worker thread, pass it to the engine, and wait for its end."""
+        async with self._decoding:
+            if request.ended.is_set():
+                return
+            try:
+                if self._reader is None:
+                    raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}, on one device")
+                pixels = await asyncio.to_thread(self._reader.read, message.images)
+            except Exception as exc:  # noqa: BLE001 - the router gets the reason
+                if not request.ended.is_set():
+                    self._refuse(request, exc)
+                return
+            if not request.ended.is_set():
+                self._add(request, message, pixels)
+                await request.ended.wait()
+
+    def _add(self, request: _Request, message: Pool, pixels: Pixels) -> None:
+        """Pass a request to the engine, with its images by digest."""
         added = self._engine.call(
-            lambda engine: engine.pool(inner, message.inputs, message.params, priority=message.priority)
+            lambda engine: engine.pool(
+                request.inner, message.inputs, message.params, priority=message.priority, pixels=pixels
+            )
         )
         added.add_done_callback(lambda done: self._on_added(request, done))
 
@@ -172,6 +212,10 @@ class PoolingServer(DrainableServer):
         # The request may have ended (deadline, cancel) before the engine refused it.
         if done.cancelled() or (error := done.exception()) is None or request.inner not in self._requests:
             return
+        self._refuse(request, error)
+
+    def _refuse(self, request: _Request, error: BaseException) -> None:
+        """End a request that cannot be computed."""
         # A `RequestError` is the client's fault; only other errors need a traceback.
         if not isinstance(error, RequestError):
             logger.error("pooling request failed", exc_info=error, extra={"request_id": request.request_id})
@@ -203,6 +247,7 @@ class PoolingServer(DrainableServer):
     def _forget(self, request: _Request) -> None:
         """Remove a request from the lists of running requests and cancel its deadline."""
         request.deadline.cancel()
+        request.ended.set()
         del self._requests[request.inner]
         del self._by_router[request.router, request.request_id]
         if not self._requests:

@@ -48,7 +48,13 @@ class PoolingPort(SteppingPort, Protocol):
     """
 
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
+        self,
+        request_id: RequestId,
+        inputs: list[PoolingInput],
+        params: PoolingSpec,
+        *,
+        priority: int = 0,
+        pixels: Pixels = NO_PIXELS,
     ) -> None: ...
     def cancel(self, request_id: RequestId) -> None: ...
 

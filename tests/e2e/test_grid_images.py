@@ -41,7 +41,7 @@ def write_model(kind: str, folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": VISION_TEMPLATE}))
 
 
-def pieces_of(folder: Path, messages: list[tuple[str, Content]]) -> list[Piece]:
+def pieces_of(folder: Path, messages: list[tuple[str, Content]], *, answers: bool = True) -> list[Piece]:
     """The prompt that the chat template makes of messages."""
     prompt = "".join(
         f"<|im_start|>{role}\n{''.join('<image>' if isinstance(part, bytes) else part for part in content)}<|im_end|>\n"
@@ -49,7 +49,8 @@ def pieces_of(folder: Path, messages: list[tuple[str, Content]]) -> list[Piece]:
     )
     images = iter(part for _, content in messages for part in content if isinstance(part, bytes))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokens = tokenizer.encode(f"{prompt}<|im_start|>assistant\n", add_special_tokens=False).ids
+    end = "<|im_start|>assistant\n" if answers else ""
+    tokens = tokenizer.encode(f"{prompt}{end}", add_special_tokens=False).ids
     image_id = family_of(folder).image_token_id
     return [next(images) if token == image_id else token for token in tokens]
 

@@ -4,6 +4,7 @@
 folder (`facts`), so that a router can count and hash prompts without torch.
 """
 
+from baton_serve.contracts.vision.embedders import READERS, TEXT_ALONE, EmbedderImages, embedder_images
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError, num_embeddings
 from baton_serve.contracts.vision.placeholders import expand_runs, media_spans, write_parts, write_parts_as_tokens
@@ -12,13 +13,17 @@ from baton_serve.contracts.vision.sound_rules import SoundRules
 
 __all__ = [
     "HEARD",
+    "READERS",
     "SERVED",
+    "TEXT_ALONE",
+    "EmbedderImages",
     "ImageFamily",
     "MediaText",
     "Parts",
     "SoundRules",
     "UnfitImageError",
     "configured",
+    "embedder_images",
     "expand_runs",
     "image_family",
     "media_spans",

@@ -58,7 +58,7 @@ class AsyncLLMEngine:
         found = open_model(engine_args)
         if found.kind == "generate":
             return cls(LLMEngine(found))
-        return cls(PoolingQueue(OfflinePooler(PoolingEngine(found.config, found.kind), found.tokenizer)))
+        return cls(PoolingQueue(OfflinePooler(PoolingEngine(found.config, found.kind), found)))
 
     @property
     def _engine(self) -> LLMEngine:

@@ -62,7 +62,7 @@ class LLM:
             if found.config.enable_lora:
                 raise ConfigError("enable_lora: LoRA adapters are supported for models that generate text only")
             self._engine = PoolingEngine(found.config, found.kind)
-            self._pooler = OfflinePooler(self._engine, self._tokenizer)
+            self._pooler = OfflinePooler(self._engine, found)
 
     def generate(
         self,

@@ -1,7 +1,6 @@
 """Runs inputs of the offline API through a `PoolingEngine`: adds all and steps it until the last is computed."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,7 +8,12 @@ from torch import Tensor
 
 from baton_serve.contracts import pooling
 from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.vision import READERS, TEXT_ALONE, EmbedderImages, embedder_images
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.errors import ConfigError, EngineError
+from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
+from baton_serve.engine.offline.engine_args import OpenedModel
 from baton_serve.engine.offline.params import PoolingParams
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt
@@ -19,21 +23,58 @@ from baton_serve.engine.pooling.engine import PoolingEngine
 class OfflinePooler:
     """Tokenizes texts and computes their embeddings or scores with a pooling engine. Its owner closes the engine."""
 
-    def __init__(self, engine: PoolingEngine, tokenizer: Any) -> None:
+    def __init__(self, engine: PoolingEngine, opened: OpenedModel) -> None:
+        """`opened` is the model that `engine` has loaded."""
         self.engine = engine
-        self._tokenizer = tokenizer
+        self._tokenizer = opened.tokenizer
+        self._media = opened.media
+        self._embedder: EmbedderImages | None = embedder_images(ModelFacts.of(model_folder(opened.config.model)))
+        self._pixels: dict[bytes, DecodedImage | EncodedImage] = {}
+        """Images of the inputs that were made last, by digest."""
         self._num_requests = 0
 
     def inputs(self, prompts: Sequence[ParsedPrompt], truncate: int | None) -> list[pooling.PoolingInput]:
         """Return prompts as tokenized inputs. `truncate` is the number of tokens to which each is cut on the right,
         with special tokens kept; -1: the longest input of the model; None: not cut."""
-        texts = [prompt.text for prompt in prompts if prompt.text is not None]
+        self._pixels.clear()
+        texts = [prompt.text for prompt in prompts if prompt.text is not None and not prompt.media]
+        texts = texts if self._embedder is None else list(map(self._embedder.written, texts))
         read = iter(self._tokenized(texts, None, truncate))
         limit = self._limit(truncate)
-        return [
-            next(read) if prompt.token_ids is None else pooling.PoolingInput(prompt.token_ids[:limit])
-            for prompt in prompts
-        ]
+        found: list[pooling.PoolingInput] = []
+        for prompt in prompts:
+            if prompt.media:
+                found.append(self._with_images(prompt, truncate))
+            else:
+                is_text = prompt.token_ids is None
+                found.append(next(read) if is_text else pooling.PoolingInput((prompt.token_ids or [])[:limit]))
+        return found
+
+    def _with_images(self, prompt: ParsedPrompt, truncate: int | None) -> pooling.PoolingInput:
+        """Return a prompt with images as an input, and keep their pixels for `pool`. Raises `ConfigError` or
+        `RequestError` if the model does not accept it."""
+        from baton_serve.engine.offline.images import MediaRules, add_images  # loads Pillow
+
+        embedder, reader = self._embedder, self.engine.image_reader
+        if embedder is None or reader is None:
+            raise ConfigError(f"this model does not accept images in inputs: {READERS}, on one device")
+        if truncate is not None:
+            raise ConfigError("truncate_prompt_tokens could cut an image: leave it out for prompts with images")
+        is_alone, family = embedder.is_alone, embedder.family
+        if is_alone and ((prompt.text or "").strip() or prompt.token_ids):
+            raise ConfigError(TEXT_ALONE)
+        if is_alone and embedder.image_text is None:
+            # Nothing is written beside the image, which any token may count.
+            prompt = prompt._replace(text=None, token_ids=[family.image_token_id] * len(prompt.media))
+        elif is_alone:
+            prompt = prompt._replace(text=(embedder.image_text or "") * len(prompt.media), token_ids=None)
+        ids = prompt.token_ids
+        if ids is None:
+            ids = self._tokenizer(prompt.text, add_special_tokens=not is_alone)["input_ids"]
+        rules = MediaRules(family, *self._media)
+        found = add_images(prompt, ids, rules, reader, self._tokenizer, add_special_tokens=not is_alone)
+        self._pixels |= found.pixels
+        return pooling.PoolingInput(found.token_ids, media=found.media)
 
     def pairs(self, first: Sequence[str], second: Sequence[str], truncate: int | None) -> list[pooling.PoolingInput]:
         """Return the pairs `first[i]`, `second[i]` as tokenized inputs, as the model's tokenizer joins two texts.
@@ -63,7 +104,7 @@ class OfflinePooler:
         # Only models that were trained for it give useful vectors when they are shortened.
         if params.dimensions is not None and not engine.profile.is_matryoshka:
             raise ConfigError('dimensions needs a Matryoshka model: its config.json has no "is_matryoshka": true')
-        engine.pool(request_id, list(inputs), asked)
+        engine.pool(request_id, list(inputs), asked, pixels=dict(self._pixels))
         found: dict[int, Tensor] = {}
         try:
             while len(found) < len(inputs):
@@ -90,6 +131,7 @@ class OfflinePooler:
         encoded = self._tokenizer(
             list(first),
             list(second) if second is not None else None,
+            add_special_tokens=self._embedder is None or not self._embedder.writes_special_tokens,
             truncation="longest_first" if limit is not None else False,
             max_length=limit,
             return_token_type_ids=True,

@@ -6,6 +6,7 @@ cache, so block counts in its statistics are 0.
 
 import logging
 import time
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,12 +16,15 @@ from torch import Tensor
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
+from baton_serve.contracts.vision import READERS
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.rank_parts import sum_outputs
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 from baton_serve.engine.parallel.commands import vectors_command
 from baton_serve.engine.parallel.ranks import OnLost, Ranks
 from baton_serve.engine.parallel.tp_executor import run_on_all_ranks
@@ -102,6 +106,8 @@ class PoolingEngine:
         self._waiting = PoolingInputQueue()
         self._num_left: dict[RequestId, int] = {}
         """Number of inputs of each request whose vectors are not computed yet."""
+        self._pixels: dict[RequestId, Pixels] = {}
+        """Images of the requests that have some, until their last input is computed."""
         self.last_batch = BatchSize()
         """Size of the pass that began last; any thread may read it."""
         self._tokens_per_s = 0.0
@@ -111,24 +117,38 @@ class PoolingEngine:
         self._warm_up()
         report("ready", 1.0)
 
+    @property
+    def image_reader(self) -> ImageReader | None:
+        """Decodes image files, from any thread; None if this engine reads no images."""
+        return None if self._model.images is None else self._model.images.reader
+
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
+        self,
+        request_id: RequestId,
+        inputs: list[PoolingInput],
+        params: PoolingSpec,
+        *,
+        priority: int = 0,
+        pixels: Pixels = NO_PIXELS,
     ) -> None:
         """Queue the inputs of one request. Later calls of `step` return one result for each input. Lower values of
-        `priority` are computed first.
+        `priority` are computed first. `pixels` are the images of all inputs by digest, as `image_reader` returns them.
 
         Raises `RequestError` if an input or a parameter is not valid.
         """
         if request_id in self._num_left:
             raise RequestError("invalid", f"request id {request_id!r} is already in use")
-        self._check(inputs, params)
+        self._check(inputs, params, pixels)
         self._waiting.add(request_id, inputs, params, priority)
         self._num_left[request_id] = len(inputs)
+        if pixels:
+            self._pixels[request_id] = pixels
 
     def cancel(self, request_id: RequestId) -> None:
         """Drop the inputs of a request that are not computed yet. Unknown and finished requests are ignored."""
         if self._num_left.pop(request_id, None) is not None:
             self._waiting.discard(request_id)
+            self._pixels.pop(request_id, None)
 
     def has_work(self) -> bool:
         """Return whether inputs are queued, so that `step` has something to compute."""
@@ -201,8 +221,16 @@ class PoolingEngine:
 
     @torch.inference_mode()
     def _run(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
-        """Compute the inputs in one forward pass. Return a float32 vector for each, or with the task `token_embed` a
-        matrix [num_tokens, size]."""
+        """Compute the inputs. Return a float32 vector for each, or with the task `token_embed` a matrix [num_tokens,
+        size]."""
+        images = self._model.images
+        # Images within texts have unlike sizes, so that each such input has a pass of its own.
+        is_apart = items[0].has_images and not (images is not None and images.has_own_length(items[0].input))
+        passes = [[item] for item in items] if is_apart else [items]
+        return [vector for one in passes for vector in self._run_pass(one)]
+
+    def _run_pass(self, items: list[QueuedInput]) -> list["np.ndarray[tuple[int, ...], np.dtype[np.float32]]"]:
+        """Compute the inputs in one forward pass, and return what `_run` does."""
         batch, output = self._forward(items)
         vectors: list[Tensor] = [output] * len(items)
         # Inputs of requests with equal parameters are pooled together.
@@ -246,38 +274,56 @@ class PoolingEngine:
         lengths = np.array([item.length for item in items], dtype=np.int64)
         if self._ranks.num_ranks == 1:
             batch = padded_batch(ids, lengths, types, self.device)
+            if (images := self._model.images) is not None and items[0].has_images:
+                pixels = [self._pixels[item.request_id] for item in items]
+                arguments = images.arguments([item.input for item in items], pixels)
+                sent = {name: device.send(value, self.device) for name, value in arguments.items()}
+                batch = replace(batch, images=sent)
             return batch, self._model.network(batch)
         self._ranks.send_command(vectors_command(ids, lengths, types))
         with run_on_all_ranks():
             batch = padded_batch(ids, lengths, types, self.device)
             return batch, self._model.network(batch)
 
-    def _check(self, inputs: list[PoolingInput], params: PoolingSpec) -> None:
+    def _check(self, inputs: list[PoolingInput], params: PoolingSpec, pixels: Pixels) -> None:
         """Check that this model can compute these inputs with these parameters. Raises `RequestError` if not."""
         if params.task not in self.profile.tasks:
             raise RequestError("invalid", f"this model does not serve {params.task}; it serves {self.profile.tasks}")
         if params.dimensions is not None and not 1 <= params.dimensions <= self.profile.dimensions:
             raise RequestError("invalid", f"dimensions must lie in 1..{self.profile.dimensions}")
+        recipe = self._model.recipe
+        if params.normalize is False and recipe is not None and recipe.is_always_normalized:
+            raise RequestError("invalid", "normalize: this model normalizes its vectors itself; leave it out")
         for given in inputs:
-            length = len(given.token_ids)
-            if not 0 < length <= self.max_model_len:
-                raise RequestError(
-                    "too_long" if length else "invalid",
-                    f"an input has {length} tokens; the model takes 1..{self.max_model_len}",
-                )
-            if max(given.token_ids) >= self.vocab_size or min(given.token_ids) < 0:
-                raise RequestError("invalid", f"token ids must lie in 0..{self.vocab_size - 1}")
-            types = given.token_type_ids
-            if types is not None and (len(types) != length or set(types) - {0, 1}):
-                raise RequestError("invalid", "token_type_ids must be 0 or 1, one for each token")
+            self._check_input(given, pixels)
         if not inputs:
             raise RequestError("invalid", "there is no input")
+
+    def _check_input(self, given: PoolingInput, pixels: Pixels) -> None:
+        """Check the tokens and images of one input. Raises `RequestError` if the model cannot compute it."""
+        images, length = self._model.images, len(given.token_ids)
+        if given.media and images is None:
+            raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}, on one device")
+        has_own_length = images is not None and images.has_own_length(given)
+        if not 0 < length <= self.max_model_len and not has_own_length:
+            raise RequestError(
+                "too_long" if length else "invalid",
+                f"an input has {length} tokens; the model takes 1..{self.max_model_len}",
+            )
+        if max(given.token_ids) >= self.vocab_size or min(given.token_ids) < 0:
+            raise RequestError("invalid", f"token ids must lie in 0..{self.vocab_size - 1}")
+        types = given.token_type_ids
+        if types is not None and (len(types) != length or set(types) - {0, 1}):
+            raise RequestError("invalid", "token_type_ids must be 0 or 1, one for each token")
+        if images is not None:
+            images.check(given, pixels)
 
     def _count(self, item: QueuedInput) -> None:
         """Count an input as computed. A request whose last input was counted is forgotten."""
         self._num_left[item.request_id] -= 1
         if not self._num_left[item.request_id]:
             del self._num_left[item.request_id]
+            self._pixels.pop(item.request_id, None)
 
     def _give_up(self, items: list[QueuedInput], result: StepResult) -> None:
         """Fail the requests of these inputs, because the device had too little memory for their pass; other requests go
@@ -309,8 +355,23 @@ class PoolingEngine:
                 started = time.perf_counter()
                 self._run(items)
                 self._tokens_per_s = sum(lengths) / max(time.perf_counter() - started, 1e-9)
+            self._try_image(params)
         except torch.OutOfMemoryError as exc:
             raise ConfigError(
                 f"a pass over {self._max_tokens} tokens, or one input of {longest}, does not fit the device's memory;"
                 " lower max_num_batched_tokens or max_model_len"
             ) from exc
+
+    def _try_image(self, params: PoolingSpec) -> None:
+        """Compute an input with an image, if the model reads images. Raises `ModelError` if that fails."""
+        if (images := self._model.images) is None:
+            return
+        request_id = RequestId("warm-up")
+        try:
+            given, self._pixels[request_id] = images.trial()
+            (vector,) = self._run([QueuedInput(request_id, 0, given, params, 0, 0)])
+        except LOAD_ERRORS as exc:
+            raise ModelError(f"the image processor does not fit the model: {first_line(exc)}") from exc
+        del self._pixels[request_id]
+        if np.isnan(vector).any():
+            raise ModelError("the model computed NaN of an image: its weights are broken, or its dtype is too small")

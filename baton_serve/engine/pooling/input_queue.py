@@ -1,7 +1,7 @@
 """The queue of inputs for forward passes, which chooses the inputs that share a pass. It has no tensors and no clock.
 
-A pass pads all inputs to the longest, so inputs of similar lengths are put together. The input that comes first in
-order (priority, then arrival) is always among them.
+A pass pads all inputs to the longest, so inputs of similar lengths are put together, those with images apart. The input
+that comes first in order (priority, then arrival) is always among them.
 """
 
 from bisect import bisect_left, insort
@@ -33,6 +33,10 @@ class QueuedInput(Struct, frozen=True, eq=False, gc=False):
     @property
     def length(self) -> int:
         return len(self.input.token_ids)
+
+    @property
+    def has_images(self) -> bool:
+        return bool(self.input.media)
 
 
 class _OrderKey(NamedTuple):
@@ -115,8 +119,11 @@ class PoolingInputQueue:
         one pass: they have similar lengths, and at most `max_tokens` tokens with padding."""
         if low < 0 or high > len(self._by_length):
             return False
-        shortest, longest = self._by_length[low].length, self._by_length[high - 1].length
         # The range is sorted, so its ends are its shortest and its longest input.
+        first, last = self._by_length[low], self._by_length[high - 1]
+        shortest, longest = first.length, last.length
+        if first.has_images != last.has_images:
+            return False
         is_alike = longest - shortest <= NEGLIGIBLE_TOKENS or shortest >= MIN_FILL_RATIO * longest
         return is_alike and (high - low) * longest <= max_tokens
 
@@ -135,7 +142,7 @@ class PoolingInputQueue:
         self.num_tokens -= item.length
 
 
-def _length_key(item: QueuedInput) -> tuple[int, int]:
-    """Return the key by which inputs are sorted by length. It contains the input's number, so that no two keys are
-    equal."""
-    return item.length, item.number
+def _length_key(item: QueuedInput) -> tuple[bool, int, int]:
+    """Return the key by which inputs are sorted: those without images first, and each kind by length. It contains the
+    input's number, so that no two keys are equal."""
+    return item.has_images, item.length, item.number

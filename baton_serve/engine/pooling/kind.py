@@ -17,7 +17,7 @@ CLASSIFIER_SUFFIXES = ("ForSequenceClassification",)
 """Ends of the names of architectures that classify."""
 GENERATOR_SUFFIXES = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of the names of architectures that generate text."""
-EMBEDDER_SUFFIXES = ("Model", "ForTextEncoding", "ForMaskedLM")
+EMBEDDER_SUFFIXES = ("Model", "ForRetrieval", "ForTextEncoding", "ForMaskedLM")
 """Ends of the names of architectures that embed."""
 
 

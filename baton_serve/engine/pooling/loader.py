@@ -11,10 +11,17 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForPreTraining,
+    AutoModelForSequenceClassification,
+)
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
@@ -33,6 +40,7 @@ from baton_serve.engine.model_folder import (
     weight_files,
     weights_error,
 )
+from baton_serve.engine.pooling.input_images import InputImages, read_images
 from baton_serve.engine.pooling.kind import ModelKind, architecture_of
 from baton_serve.engine.pooling.network import (
     ACTIVATIONS,
@@ -41,6 +49,8 @@ from baton_serve.engine.pooling.network import (
     HiddenStates,
     LastTokenLogits,
     Network,
+    TokenVectors,
+    TwoTowers,
 )
 from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
 
@@ -70,6 +80,8 @@ class PoolingModel:
     has_token_types: bool
     max_model_len: int
     fingerprint: str
+    images: InputImages | None = None
+    """How inputs may have images; None: they may not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +130,14 @@ def load_pooling_model(
     source = _Source(folder, config, hf_config, dtype, target, rank)
     progress("loading weights", 0.0)
     if kind == "embed":
-        model = _embedder(source)
-    elif architecture_of(folder).endswith("ForCausalLM"):
+        make = {"clip": _two_towers, "siglip": _two_towers, "colpali": _token_embedder, "colqwen2": _token_embedder}
+        model = make.get(hf_config.model_type, _embedder)(source)
+    elif architecture_of(folder).endswith(("ForCausalLM", "ForConditionalGeneration")):
         model = _token_classifier(source)
     else:
         model = _classifier(source)
+    if config.num_ranks == 1:
+        model = replace(model, images=read_images(folder, dtype))
     progress("loading weights", 1.0)
     return model
 
@@ -157,6 +172,44 @@ def _embedder(source: _Source) -> PoolingModel:
     return replace(model, recipe=recipe, dense=dense, profile=profile)
 
 
+def _two_towers(source: _Source) -> PoolingModel:
+    """Load a model with a tower for texts and one for images, such as CLIP or SigLIP."""
+    _check_one_rank(source)
+    module, parts = _load(source, AutoModel)
+    text_config = source.hf_config.text_config
+    is_padded = source.hf_config.model_type == "siglip"
+    pad = ModelFacts.of(source.folder).tokenizer.get("pad_token")
+    word = pad.get("content") if isinstance(pad, dict) else pad
+    # The config of some checkpoints states the padding of another tokenizer.
+    pad_id = _token_id(source.folder, word) if isinstance(word, str) else int(text_config.pad_token_id or 0)
+    network = TwoTowers(
+        module, text_tokens=int(text_config.max_position_embeddings) if is_padded else None, pad_id=pad_id
+    )
+    model = _described(source, module, parts, network, None)
+    size = text_config.projection_size if is_padded else source.hf_config.projection_dim
+    profile = PoolingProfile(tasks=["embed"], dimensions=int(size))
+    return replace(model, recipe=Recipe(pooling="model"), profile=profile, pad_id=pad_id)
+
+
+def _token_embedder(source: _Source) -> PoolingModel:
+    """Load a model that returns one vector for each token of a page or a question, such as ColPali or ColQwen2."""
+    _check_one_rank(source)
+    module, parts = _load(source, AutoModelForPreTraining)
+    network = TokenVectors(module, attends_both_ways=source.hf_config.model_type == "colpali")
+    model = _described(source, module, parts, network, None)
+    profile = PoolingProfile(tasks=["token_embed"], dimensions=int(source.hf_config.embedding_dim))
+    return replace(model, recipe=Recipe(pooling="model", is_always_normalized=True), profile=profile)
+
+
+def _check_one_rank(source: _Source) -> None:
+    """Raise `ConfigError` for several ranks, over which such a model is not divided."""
+    if source.config.num_ranks > 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {source.config.tensor_parallel_size}, but a {source.hf_config.model_type} model"
+            " runs on one device: set it to 1, and start more instances instead"
+        )
+
+
 def _classifier(source: _Source) -> PoolingModel:
     """Load a model with a classification head, such as a cross-encoder."""
     module, parts = _load(source, AutoModelForSequenceClassification)
@@ -180,7 +233,7 @@ def _token_classifier(source: _Source) -> PoolingModel:
     Raises `UnsupportedModelError` if the config does not name the two tokens.
     """
     words = getattr(source.hf_config, "classifier_from_token", None)
-    if words is None and source.hf_config.model_type == "qwen3":
+    if words is None and source.hf_config.model_type in ("qwen3", "qwen3_vl"):
         words = YES_NO
     if not isinstance(words, list) or len(words) != 2:
         raise UnsupportedModelError(
@@ -188,7 +241,8 @@ def _token_classifier(source: _Source) -> PoolingModel:
             ' "classifier_from_token" in config.json'
         )
     no, yes = (_token_id(source.folder, str(word)) for word in words)
-    module, parts = _load(source, AutoModelForCausalLM)
+    is_text = architecture_of(source.folder).endswith("ForCausalLM")
+    module, parts = _load(source, AutoModelForCausalLM if is_text else AutoModelForImageTextToText)
     head = module.get_output_embeddings()
     # sigmoid(yes - no) equals the softmax over the two logits, so one row of weights is enough.
     weight = (head.weight[yes].float() - head.weight[no].float())[None].to(source.dtype)

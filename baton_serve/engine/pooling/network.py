@@ -1,7 +1,7 @@
 """The forward pass of pooling models over a padded batch, through transformers, and the pooling of its output."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -19,7 +19,9 @@ Activation = Callable[[Tensor], Tensor]
 def pool(hidden: Tensor, lengths: Tensor, how: PoolingType) -> Tensor:
     """Turn the hidden states of all tokens, [num_inputs, longest, size] and padded on the right, into one vector for
     each input, float32 [num_inputs, size]. `how` takes the first token, the last one or the mean; `lengths` are the
-    inputs' numbers of tokens."""
+    inputs' numbers of tokens. With "model" the model has pooled them itself: `hidden` is [num_inputs, size]."""
+    if how == "model":
+        return hidden.float()
     if how == "cls":
         return hidden[:, 0].float()
     if how == "last":
@@ -75,6 +77,8 @@ class PaddedBatch:
     attention_mask: Tensor  # int64 [num_inputs, longest]
     lengths: Tensor  # int64 [num_inputs]
     token_type_ids: Tensor | None
+    images: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the images of the inputs, by the names of the model's arguments; empty without images."""
 
 
 def padded_batch(
@@ -143,7 +147,51 @@ class LastTokenLogits:
 
 
 def _arguments(batch: PaddedBatch) -> dict[str, Any]:
-    arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    arguments = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask, **batch.images}
     if batch.token_type_ids is not None:
         arguments["token_type_ids"] = batch.token_type_ids
     return arguments
+
+
+class TwoTowers:
+    """Computes the vectors of inputs, [num_inputs, size], with a model that has a tower for texts and one for images. A
+    batch has either texts or images.
+    """
+
+    def __init__(self, module: nn.Module, *, text_tokens: int | None, pad_id: int) -> None:
+        """`text_tokens` is the number of tokens to which all texts are padded with `pad_id`; None: they are not."""
+        self._module = cast(Any, module)
+        self._text_tokens = text_tokens
+        self._pad_id = pad_id
+
+    def __call__(self, batch: PaddedBatch) -> Tensor:
+        if batch.images:
+            return cast(Tensor, self._module.get_image_features(**batch.images).pooler_output)
+        if self._text_tokens is None:
+            found = self._module.get_text_features(input_ids=batch.input_ids, attention_mask=batch.attention_mask)
+        else:
+            # SigLIP was trained with texts of one length, whose padding it sees: the last one is pooled.
+            missing = self._text_tokens - batch.input_ids.shape[1]
+            ids = functional.pad(batch.input_ids, (0, missing), value=self._pad_id)
+            found = self._module.get_text_features(input_ids=ids)
+        return cast(Tensor, found.pooler_output)
+
+
+class TokenVectors:
+    """Computes one vector for each token, [num_inputs, longest, size], with a model for late interaction, such as
+    ColPali or ColQwen2.
+    """
+
+    def __init__(self, module: nn.Module, *, attends_both_ways: bool) -> None:
+        """`attends_both_ways` says whether the tokens of an input attend to each other in both directions."""
+        self._module = module
+        self._attends_both_ways = attends_both_ways
+
+    def __call__(self, batch: PaddedBatch) -> Tensor:
+        arguments = _arguments(batch)
+        # These models pad the patches of each image to those of the largest one, and count no positions by them.
+        if arguments.pop("mm_token_type_ids", None) is not None:
+            arguments["pixel_values"] = arguments["pixel_values"][None]
+        if self._attends_both_ways:
+            arguments["token_type_ids"] = torch.zeros_like(batch.input_ids)
+        return cast(Tensor, self._module(**arguments, use_cache=False).embeddings)

@@ -10,7 +10,8 @@ from typing import Any, Literal
 
 from baton_serve.engine.errors import ModelError, UnsupportedModelError
 
-PoolingType = Literal["cls", "mean", "last"]
+PoolingType = Literal["cls", "mean", "last", "model"]
+"""`model`: the model itself makes the vector."""
 
 MODES: dict[str, PoolingType] = {
     "pooling_mode_cls_token": "cls",
@@ -34,6 +35,8 @@ class Recipe:
 
     pooling: PoolingType
     normalize: bool = True
+    is_always_normalized: bool = False
+    """The model itself normalizes its vectors."""
     dense: tuple[Path, ...] = ()
     max_seq_length: int | None = None
 

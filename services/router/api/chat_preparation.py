@@ -86,8 +86,8 @@ async def begin_chat(
                 param="truncate_prompt_tokens",
             )
         else:
-            decoder = service.audio_cutter
-            prompt = await expand_image_tokens(tokenize, places, service.image_limits, limits, images, decoder)
+            decoder, check = service.audio_cutter, partial(check_prompt, limits=limits, param="messages")
+            prompt = await expand_image_tokens(tokenize, places, service.image_limits, check, images, decoder)
         # Taken here, because the prompt has just become tokens; what follows is not tokenization.
         timing = service.timing(context, tokenizing_at=tokenizing_at)
         check_prompt(prompt.token_ids, limits, param="messages")

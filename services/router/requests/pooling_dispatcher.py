@@ -142,6 +142,8 @@ class PoolingPrompts(msgspec.Struct, frozen=True, kw_only=True):
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
     model: frozenset[str] | None = None
     """Names of the model; None if the router serves only one."""
+    images: Mapping[bytes, bytes] = msgspec.field(default_factory=dict)
+    """The files of the images of all inputs, by digest."""
 
     @property
     def num_tokens(self) -> int:
@@ -403,12 +405,14 @@ class _PoolingCall:
         """
         inputs = [self._prompts.inputs[position] for position in call.positions]
         num_tokens = sum(len(item.token_ids) for item in inputs)
+        digests = dict.fromkeys(span.digest for item in inputs for span in item.media)
         message = Pool(
             request_id=request_id,
             inputs=inputs,
             params=self._prompts.params,
             priority=self._prompts.priority,
             timeout_s=max(0.1, left_s),
+            images=[self._prompts.images[digest] for digest in digests],
         )
         send = worker.prepare(message)
         estimate = LoadEstimate(handler=call, prefill_tokens=num_tokens, sequences=len(inputs), blocks=0)

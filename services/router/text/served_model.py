@@ -12,7 +12,14 @@ import msgspec
 
 from baton_serve.contracts.lark import UnconvertedGbnfError
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import HEARD, ImageFamily, configured, image_family
+from baton_serve.contracts.vision import (
+    HEARD,
+    EmbedderImages,
+    ImageFamily,
+    configured,
+    embedder_images,
+    image_family,
+)
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
@@ -116,6 +123,8 @@ class ServedModel:
         """The default sampling parameters of requests."""
         self.vision: ImageFamily | None = None
         """The rules for images in prompts; None if the model does not accept images."""
+        self.embedder: EmbedderImages | None = None
+        """The rules for images in inputs of a model that computes vectors; None if it does not accept images."""
         self.speech: SpeechProfile | None = None
         """Windows and tokens of transcripts; None if the model does not transcribe audio."""
         self._templates = templates
@@ -187,6 +196,7 @@ class ServedModel:
         model.vocab_size = stated or tokenizer.vocab_size
         sentences = read_json(model_folder(settings.model) / "sentence_bert_config.json", _SentenceConfig)
         model.vision = _vision(settings)
+        model.embedder = embedder_images(ModelFacts.of(model_folder(settings.model)))
         model.speech = speech_profile(model_folder(settings.model), tokenizer)
         if not settings.skip_tokenizer_init:
             model.vocabulary.read()

@@ -2,7 +2,7 @@
 
 import asyncio
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import pytest
@@ -22,6 +22,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, DecodedImage, Pixels
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance import pooling_server
 from baton_serve.services.instance.engine_thread import TimedStepResult
@@ -51,11 +52,19 @@ class FakePoolingEngine:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
         self.error: Exception | None = None
+        self.pixels: Pixels = {}
 
     def pool(
-        self, request_id: RequestId, inputs: list[PoolingInput], params: PoolingSpec, *, priority: int = 0
+        self,
+        request_id: RequestId,
+        inputs: list[PoolingInput],
+        params: PoolingSpec,
+        *,
+        priority: int = 0,
+        pixels: Pixels = NO_PIXELS,
     ) -> None:
         self.asked.append(("pool", request_id, len(inputs), priority))
+        self.pixels = pixels
         if self.error is not None:
             raise self.error
 
@@ -238,3 +247,39 @@ def test_frames_to_a_router_stay_small() -> None:
     grouped = frames(answers)
     assert [[a.index for a in group] for group in grouped] == [[0, 1], [2], [3], [4]]
     assert all(isinstance(message, Pooled) for message in Batch(list(grouped[0])).messages)
+
+
+class FakeReader:
+    embedding_layout = None
+
+    def read(self, images: Iterable[bytes]) -> Pixels:
+        if b"broken" in (found := list(images)):
+            raise RequestError("invalid", "an image cannot be read")
+        return {image: DecodedImage({}, 1, 1) for image in found}
+
+
+def test_images_are_decoded_before_the_engine_sees_their_request() -> None:
+    async def test() -> None:
+        bench = Bench()
+        bench.serving._reader = FakeReader()
+        params = PoolingSpec(task="embed")
+
+        def ask(name: str, image: bytes) -> None:
+            given = [PoolingInput([1])]
+            message = Pool(request_id=RequestId(name), inputs=given, params=params, images=[image])
+            bench.serving.on_message(ROUTER, message)
+
+        ask("a", b"one")
+        assert bench.engine.asked == []
+        await asyncio.sleep(0.05)
+        assert bench.engine.asked == [("pool", "a#1", 1, 0)] and list(bench.engine.pixels) == [b"one"]
+        ask("b", b"broken")
+        await asyncio.sleep(0.05)
+        (failed,) = bench.router.answers()
+        assert (failed.request_id, failed.code, failed.message) == ("b", "invalid", "an image cannot be read")
+        assert bench.serving.num_requests == 1
+        bench.serving.on_message(ROUTER, Cancel(RequestId("a")))
+        await asyncio.sleep(0.05)
+        assert not bench.serving._tasks and bench.serving.num_requests == 0
+
+    run(test())

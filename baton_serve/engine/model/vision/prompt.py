@@ -11,13 +11,12 @@ from torch import Tensor
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import end_of
 from baton_serve.contracts.messages import Work
-from baton_serve.contracts.vision import UnfitImageError, num_embeddings
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels, check_spans
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20
@@ -64,25 +63,8 @@ class VisionPromptImages:
 
         Raises `RequestError` otherwise.
         """
-        family, at = self._tower.family, 0
+        check_spans(work.media, work.token_ids[: work.num_prompt_tokens], self._tower.family, pixels)
         for span in work.media:
-            picture = pixels.get(span.digest)
-            if picture is None:
-                raise RequestError("invalid", "an image of the prompt was not sent with the request")
-            try:
-                text = picture.text or family.text_of(width=picture.width, height=picture.height)
-            except UnfitImageError as exc:
-                raise RequestError("invalid", str(exc)) from exc
-            tokens = work.token_ids[span.start : min(span.end, work.num_prompt_tokens)]
-            ends = {tokens[0], tokens[-1]} if tokens else set()
-            # Rows of some families end with other tokens, but the first and the last are the image's.
-            count = num_embeddings(text.parts)
-            is_image = ends == {text.token_id} and tokens.count(text.token_id) == count
-            if isinstance(picture, EncodedImage) and len(picture.features) != count:
-                raise RequestError("internal", f"an image has {len(picture.features)} embeddings instead of {count}")
-            if span.start < at or not is_image or span.grid != text.grids[0]:
-                raise RequestError("invalid", "the placeholder tokens of an image are not at its place in the prompt")
-            at = span.end
             if self.are_whole and span.length > self._max_image_tokens:
                 raise RequestError(
                     "invalid",

@@ -7,8 +7,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from baton_serve.contracts.media import MAX_IMAGES, MAX_PROMPT_BYTES
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile, PoolingSpec, PoolingTask
 from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.pooling.image_inputs import lone_text, with_images
 from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, of_token_ids
 from baton_serve.services.router.api.pooling.schema import InputRequest, PoolingCommon
 from baton_serve.services.router.protocol.asgi import (
@@ -21,11 +23,14 @@ from baton_serve.services.router.protocol.asgi import (
     send_encoded,
 )
 from baton_serve.services.router.protocol.errors import BadRequestError, ClientGoneError
+from baton_serve.services.router.protocol.image_limits import media_error
 from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.protocol.request_parsing import is_long, parsed
 from baton_serve.services.router.quota.api_keys import allowed
 from baton_serve.services.router.requests.pooling_dispatcher import PoolingPrompts, Vector
+from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart, media_of
 
 R = TypeVar("R", bound=PoolingCommon)
 
@@ -64,7 +69,10 @@ class PoolingEndpoint(Generic[R]):
         request = await parsed(body, self._schema)
         service = await self._service.serving(request.model)
         call = PoolingCall(service, request, context, prefix=self._prefix, is_long=is_long(body))
-        encoded = await self._encoded_answer(call, request, context, receive)
+        try:
+            encoded = await self._encoded_answer(call, request, context, receive)
+        finally:
+            call.close()
         await send_encoded(send, encoded)
 
     async def _encoded_answer(
@@ -123,6 +131,14 @@ class PoolingCall:
         self._trace_headers = context.trace_headers
         self._num_tokens = 0
         self._is_long = is_long
+        self._reservations: list[ImageReservation] = []
+        self._images: dict[bytes, bytes] = {}
+
+    def close(self) -> None:
+        """Give back the memory of the images. Call it when the answer is there; the inputs are not used again."""
+        self._images.clear()
+        for reservation in self._reservations:
+            reservation.release()
 
     def require(self, *tasks: PoolingTask) -> None:
         """Raise `BadRequestError` if the model can perform none of `tasks`. The error names the endpoints that this
@@ -172,20 +188,63 @@ class PoolingCall:
                 continue_final_message=request.continue_final_message,
                 chat_template=request.chat_template,
                 chat_template_kwargs=request.chat_template_kwargs,
+                add_special_tokens=request.add_special_tokens,
+                mm_processor_kwargs=request.mm_processor_kwargs,
             )
-            # The template of a chat writes the special tokens itself, so none are added unless the client wants it.
-            text = await self.service.model.render_chat(chat, is_long=self._is_long)
-            rules = self.rules(add_special_tokens=bool(request.add_special_tokens))
-            return await self.texts([text], param="messages", rules=rules)
-        rules = self.rules(add_special_tokens=request.add_special_tokens is not False)
+            return [await self.chat(chat)]
+        embedder = self.service.model.embedder
+        writes_special = embedder is not None and embedder.writes_special_tokens
+        rules = self.rules(add_special_tokens=request.add_special_tokens is not False and not writes_special)
         given = [request.input] if isinstance(request.input, str) else request.input
         texts = [item for item in given if isinstance(item, str)]
         if texts:
+            texts = texts if embedder is None else [embedder.written(text) for text in texts]
             return await self.texts(texts, param="input", rules=rules)
         # A flat list of numbers is one prompt; the schema allows no mixture.
         single = [item for item in given if isinstance(item, int)]
         prompts = [single] if single else [item for item in given if isinstance(item, list)]
         return of_token_ids(prompts, rules, param="input")
+
+    async def chat(self, chat: TokenizeRequest, *, param: str = "messages") -> PoolingInput:
+        """Return a chat as one input, with its images if it has some. `param` is the request's field that errors name.
+        Raises `BadRequestError` if it does not fit.
+        """
+        messages = chat.messages or []
+        embedder, media = self.service.model.embedder, media_of(messages)
+        # The template of a chat writes the special tokens itself, so none are added unless the client wants it.
+        rules = self.rules(add_special_tokens=bool(chat.add_special_tokens))
+        if media:
+            return await self._with_images(chat, media, rules)
+        if embedder is not None and embedder.is_alone:
+            text = embedder.written(lone_text(messages))
+            # Such a model has no template, so that its tokenizer adds the special tokens.
+            rules = self.rules(add_special_tokens=not embedder.writes_special_tokens)
+        else:
+            text = await self.service.model.render_chat(chat, is_long=self._is_long)
+        (found,) = await self.texts([text], param=param, rules=rules)
+        return found
+
+    async def _with_images(self, chat: TokenizeRequest, media: Sequence[MediaPart], rules: InputRules) -> PoolingInput:
+        """Return a chat with images as one input, and keep the files for `compute`."""
+        if rules.truncate is not None:
+            raise BadRequestError(
+                "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
+                param="truncate_prompt_tokens",
+            )
+        reservation = ImageReservation(self.service.image_memory, self._caller.name)
+        self._reservations.append(reservation)
+        prompt = await with_images(
+            self.service, chat, media, reservation, max_tokens=rules.max_tokens, is_long=self._is_long
+        )
+        # Files and digests are in the same order: that of their first places.
+        self._images |= zip(dict.fromkeys(span.digest for span in prompt.media), prompt.images, strict=True)
+        num_bytes = sum(map(len, self._images.values()))
+        # All may go to one instance in one message.
+        if len(self._images) > MAX_IMAGES or num_bytes > MAX_PROMPT_BYTES:
+            raise media_error(
+                f"a request may have {MAX_IMAGES} different images of {MAX_PROMPT_BYTES} bytes together: split it"
+            )
+        return PoolingInput(prompt.token_ids, media=list(prompt.media))
 
     async def compute(self, inputs: Sequence[PoolingInput], params: PoolingSpec) -> list[Vector]:
         """Compute one vector for each input on the instances, and return them in the same order. `params` has the task
@@ -201,6 +260,7 @@ class PoolingCall:
             slo=self._slo,
             trace_headers=self._trace_headers,
             model=self.service.view.only_names(),
+            images=self._images,
         )
         self._num_tokens += prompts.num_tokens
         return await self.service.pooling.vectors(prompts, arrived_at=self._arrived_at)

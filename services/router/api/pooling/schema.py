@@ -5,10 +5,38 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from baton_serve.services.router.protocol.bounds import MAX_INPUTS, MAX_NUMBERS, NonNegative, OrAll, Positive, Priority
-from baton_serve.services.router.protocol.openai_requests import Messages, Name, TruncationSide
+from baton_serve.services.router.protocol.openai_requests import (
+    ContentPart,
+    Messages,
+    Name,
+    ProcessorSettings,
+    TruncationSide,
+)
 
-Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+
+class ScoredParts(BaseModel):
+    """A text with images that is scored or ranked, as the parts of a chat message."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    content: Annotated[list[ContentPart], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+
+
+class Document(BaseModel):
+    """A document of a /rerank request that is an object instead of a text. Cohere's clients send further fields with
+    it, which are ignored.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    text: str
+
+
+Scored = str | ScoredParts
+Documents = Annotated[list[Scored | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+Scoreds = Scored | Annotated[list[Scored], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 TokenIds = Annotated[list[NonNegative], Field(fail_fast=True, min_length=1, max_length=MAX_NUMBERS)]
+Texts = str | Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 Input = Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
 
 
@@ -46,6 +74,7 @@ class InputRequest(PoolingCommon):
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
 
 
 class EmbeddingRequest(InputRequest):
@@ -71,22 +100,13 @@ class ClassificationRequest(InputRequest):
 
 class ScoreRequest(PoolingCommon):
     """The body of `POST /score`: compares one text with one, one with many, or the texts of two equally long lists
-    pairwise.
+    pairwise. Of a single `ScoredParts`, each part is a text or image to compare, as in vLLM.
     """
 
-    text_1: Texts
-    text_2: Texts
+    text_1: Scoreds
+    text_2: Scoreds
     activation: bool | None = None
-
-
-class Document(BaseModel):
-    """A document of a /rerank request that is an object instead of a text. Cohere's clients send further fields with
-    it, which are ignored.
-    """
-
-    model_config = ConfigDict(strict=True, extra="ignore")
-
-    text: str
+    mm_processor_kwargs: ProcessorSettings | None = None
 
 
 class RerankRequest(PoolingCommon):
@@ -94,11 +114,12 @@ class RerankRequest(PoolingCommon):
     Text Embeddings Inference (TEI). A `top_n` of 0 returns all documents.
     """
 
-    query: str
-    documents: Annotated[list[str | Document], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)] | None = None
+    query: Scored
+    documents: Documents | None = None
     top_n: NonNegative | None = None
     return_documents: bool | None = None
     activation: bool | None = None
+    mm_processor_kwargs: ProcessorSettings | None = None
     texts: Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)] | None = None
     return_text: bool | None = None
     raw_scores: bool | None = None

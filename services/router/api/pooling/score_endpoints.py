@@ -1,16 +1,18 @@
-"""Serve `POST /score` and `/rerank`: compute how well two texts match.
+"""Serve `POST /score` and `/rerank`: compute how well two texts match, which may have images.
 
 A classifier with a single class (a cross-encoder) computes both texts together, and its output is the score. With an
 embedding model the score is the cosine of the two embeddings.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.services.router.api.pooling.endpoint import PoolingCall
+from baton_serve.services.router.api.pooling.image_inputs import lone_text
 from baton_serve.services.router.api.pooling.responses import (
     PoolingAnswer,
     RankedDocument,
@@ -20,16 +22,27 @@ from baton_serve.services.router.api.pooling.responses import (
     ScoreItem,
     TeiRank,
 )
-from baton_serve.services.router.api.pooling.schema import RerankRequest, ScoreRequest
+from baton_serve.services.router.api.pooling.schema import (
+    Document,
+    RerankRequest,
+    Scored,
+    ScoredParts,
+    Scoreds,
+    ScoreRequest,
+)
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatMessage, TokenizeRequest
 from baton_serve.services.router.requests.pooling_dispatcher import cosine, yielding_iter
+
+T = TypeVar("T")
+Pair = tuple[Scored, Scored]
 
 
 async def scores(call: PoolingCall, request: ScoreRequest) -> msgspec.Struct:
     """Answer /score with one score for each pair of texts. Raises `ApiError`."""
     pairs = paired(_as_list(request.text_1), _as_list(request.text_2))
-    values = await _scores(call, pairs, activation=request.activation, param="text_2")
+    scoring = Scoring(call, param="text_2", settings=request.mm_processor_kwargs)
+    values = await scoring.scores(pairs, activation=request.activation)
     data = [ScoreItem(index=i, score=score) for i, score in enumerate(values)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
 
@@ -43,18 +56,19 @@ async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | l
     pairs = [(request.query, text) for text in texts]
     activation = request.activation if request.raw_scores is None else not request.raw_scores
     param = "documents" if request.texts is None else "texts"
-    values = await _scores(call, pairs, activation=activation, param=param)
+    scoring = Scoring(call, param=param, settings=request.mm_processor_kwargs)
+    values = await scoring.scores(pairs, activation=activation)
     # Documents with equal scores stay in the order of the request.
     order = sorted(range(len(texts)), key=lambda i: (-values[i], i))
     if request.texts is not None:
-        shown = texts if request.return_text else None
+        shown = list(map(_text_of, texts)) if request.return_text else None
         kept = order[: request.top_n or None]
         return [TeiRank(index=i, score=values[i], text=shown[i] if shown else msgspec.UNSET) for i in kept]
     returns_text = request.return_documents is not False
     results = [
         RankedItem(
             index=i,
-            document=RankedDocument(texts[i]) if returns_text else msgspec.UNSET,
+            document=RankedDocument(_text_of(texts[i])) if returns_text else msgspec.UNSET,
             relevance_score=values[i],
         )
         for i in order[: request.top_n or None]
@@ -68,7 +82,7 @@ async def ranks(call: PoolingCall, request: RerankRequest) -> msgspec.Struct | l
     )
 
 
-def _documents(request: RerankRequest) -> list[str]:
+def _documents(request: RerankRequest) -> Sequence[Scored]:
     """Return the texts that the request wants ranked. Raises `BadRequestError` unless it has exactly one of `documents`
     and `texts`.
     """
@@ -78,10 +92,10 @@ def _documents(request: RerankRequest) -> list[str]:
         raise BadRequestError("documents: the texts to rank are needed, as documents or as texts", param="documents")
     if request.return_text is not None:
         raise BadRequestError("return_text belongs to texts: use return_documents", param="return_text")
-    return [document if isinstance(document, str) else document.text for document in request.documents]
+    return [document.text if isinstance(document, Document) else document for document in request.documents]
 
 
-def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+def paired(first: Sequence[T], second: Sequence[T]) -> list[tuple[T, T]]:
     """Return the pairs of texts to score: the only text of `first` with each of `second`, or the two lists element by
     element.
 
@@ -97,56 +111,100 @@ def paired(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]
     )
 
 
-async def _scores(
-    call: PoolingCall, pairs: Sequence[tuple[str, str]], *, activation: bool | None, param: str
-) -> list[float]:
-    """Return the score of each pair of texts: a classifier's output, or the cosine of two embeddings. `activation` says
-    whether a classifier's output gets its activation function (None: as the model is configured); `param` is the field
-    that errors name. Raises `BadRequestError` if the model cannot score.
-    """
-    call.require("classify", "embed")
-    if "embed" in call.profile.tasks:
-        return await _cosines(call, pairs, param)
-    if len(call.profile.labels) != 1:
-        raise BadRequestError(
-            f"this model has {len(call.profile.labels)} classes, but scores need a model with a single one: use"
-            " /classify",
-            code="unsupported_endpoint",
-        )
-    inputs = await _pair_inputs(call, pairs, param)
-    vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=activation))
-    return [vector.numbers()[0] for vector in vectors]
+class Scoring:
+    """Computes the scores of one request's pairs of texts, which may have images."""
+
+    def __init__(self, call: PoolingCall, *, param: str, settings: Mapping[str, Any] | None) -> None:
+        """`param` is the request's field that errors name; `settings` are its `mm_processor_kwargs`."""
+        self._call = call
+        self._param = param
+        self._settings = None if settings is None else dict(settings)
+
+    async def scores(self, pairs: Sequence[Pair], *, activation: bool | None) -> list[float]:
+        """Return the score of each pair: a classifier's output, or the cosine of two embeddings. `activation` says
+        whether a classifier's output gets its activation function (None: as the model is configured). Raises
+        `BadRequestError` if the model cannot score.
+        """
+        call = self._call
+        call.require("classify", "embed")
+        if "embed" in call.profile.tasks:
+            return await self._cosines(pairs)
+        if len(call.profile.labels) != 1:
+            raise BadRequestError(
+                f"this model has {len(call.profile.labels)} classes, but scores need a model with a single one: use"
+                " /classify",
+                code="unsupported_endpoint",
+            )
+        inputs = await self._pair_inputs(pairs)
+        vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=activation))
+        return [vector.numbers()[0] for vector in vectors]
+
+    async def _pair_inputs(self, pairs: Sequence[Pair]) -> list[PoolingInput]:
+        """Return one tokenized input for each pair: rendered by `--chat-template` if it is given, else joined by the
+        tokenizer as a pair.
+        """
+        call = self._call
+        if call.service.settings.chat_template is None:
+            texts = [(first, second) for first, second in pairs if isinstance(first, str) and isinstance(second, str)]
+            if len(texts) < len(pairs):
+                raise BadRequestError(
+                    f"{self._param}: texts with images are joined by a chat template (--chat-template), which this"
+                    " server has not",
+                    param=self._param,
+                )
+            return await call.texts(texts, param=self._param)
+        found: list[PoolingInput] = []
+        rendered: list[str] = []
+        for first, second in pairs:
+            chat = self._chat(_message("query", first), _message("document", second))
+            if isinstance(first, str) and isinstance(second, str):
+                rendered.append(await call.service.model.render_chat(chat))
+            else:
+                found.append(await call.chat(chat, param=self._param))
+            # Rendering itself never suspends this task. Without this, thousands of pairs would block the event loop.
+            await asyncio.sleep(0)
+        texts_of = iter(await call.texts(rendered, param=self._param, rules=call.rules(add_special_tokens=False)))
+        others = iter(found)
+        return [next(texts_of if isinstance(a, str) and isinstance(b, str) else others) for a, b in pairs]
+
+    async def _cosines(self, pairs: Sequence[Pair]) -> list[float]:
+        """Return the cosine of the two embeddings of each pair."""
+        # Each distinct text is embedded once: /rerank has the query in every pair.
+        items = {_key(item): item for pair in pairs for item in pair}
+        texts = [item for item in items.values() if isinstance(item, str)]
+        read = iter(await self._call.texts(texts, param=self._param))
+        inputs = [
+            next(read) if isinstance(item, str) else await self._call.chat(self._chat(_message("user", item)))
+            for item in items.values()
+        ]
+        vectors = await self._call.compute(inputs, PoolingSpec(task="embed"))
+        by_key = {key: vector.values() for key, vector in zip(items, vectors, strict=True)}
+        size = len(vectors[0].data) if vectors else 0
+        return [
+            cosine(by_key[_key(first)], by_key[_key(second)])
+            async for first, second in yielding_iter(pairs, lambda _: size)
+        ]
+
+    def _chat(self, *messages: ChatMessage) -> TokenizeRequest:
+        return TokenizeRequest(messages=list(messages), add_generation_prompt=False, mm_processor_kwargs=self._settings)
 
 
-async def _pair_inputs(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[PoolingInput]:
-    """Return one tokenized input for each pair of texts: rendered by `--chat-template` if it is given, else joined by
-    the tokenizer as a pair.
-    """
-    if call.service.settings.chat_template is None:
-        return await call.texts(pairs, param=param)
-    rendered = []
-    for first, second in pairs:
-        chat = TokenizeRequest(
-            messages=[ChatMessage(role="query", content=first), ChatMessage(role="document", content=second)],
-            add_generation_prompt=False,
-        )
-        rendered.append(await call.service.model.render_chat(chat))
-        # Rendering itself never suspends this task. Without this, thousands of pairs would block the event loop.
-        await asyncio.sleep(0)
-    return await call.texts(rendered, param=param, rules=call.rules(add_special_tokens=False))
+def _key(item: Scored) -> str | int:
+    """Return a key that is equal for items that are certainly equal."""
+    return item if isinstance(item, str) else id(item)
 
 
-async def _cosines(call: PoolingCall, pairs: Sequence[tuple[str, str]], param: str) -> list[float]:
-    """Return the cosine of the two embeddings of each pair of texts. `param` is the request's field that errors
-    name.
-    """
-    # Each distinct text is embedded once: /rerank has the query in every pair.
-    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-    vectors = await call.compute(await call.texts(texts, param=param), PoolingSpec(task="embed"))
-    by_text = {text: vector.values() for text, vector in zip(texts, vectors, strict=True)}
-    size = len(vectors[0].data) if vectors else 0
-    return [cosine(by_text[first], by_text[second]) async for first, second in yielding_iter(pairs, lambda _: size)]
+def _message(role: str, item: Scored) -> ChatMessage:
+    return ChatMessage(role=role, content=item if isinstance(item, str) else item.content)
 
 
-def _as_list(texts: str | list[str]) -> list[str]:
-    return [texts] if isinstance(texts, str) else texts
+def _text_of(item: Scored) -> str:
+    """Return the text of an item, without its images."""
+    return item if isinstance(item, str) else lone_text([_message("user", item)])
+
+
+def _as_list(items: Scoreds) -> list[Scored]:
+    """Return the items to compare. Of a single object with parts, each part is one."""
+    if isinstance(items, ScoredParts):
+        return [ScoredParts(content=[part]) for part in items.content]
+    return [items] if isinstance(items, str) else items

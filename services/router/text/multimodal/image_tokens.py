@@ -17,6 +17,7 @@ from baton_serve.contracts.vision import (
     configured,
     expand_runs,
     media_spans,
+    num_embeddings,
     write_parts,
 )
 from baton_serve.services.router.protocol.errors import BadRequestError
@@ -24,8 +25,6 @@ from baton_serve.services.router.protocol.image_limits import ImageLimits, media
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, SoundDecoder, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
-from baton_serve.services.router.text.prompt_length import check_prompt
-from baton_serve.services.router.text.sampling_params import ModelLimits
 
 
 class TokenizedPrompt(msgspec.Struct, frozen=True):
@@ -170,11 +169,12 @@ async def expand_image_tokens(
     tokenize: Tokenize,
     places: ImagePlaces,
     image_limits: ImageLimits,
-    limits: ModelLimits,
+    check: Callable[[Sequence[int]], None],
     reservation: ImageReservation,
     decoder: SoundDecoder | None = None,
 ) -> TokenizedPrompt:
-    """Load the images, videos and audio of a prompt and return it with their tokens. `decoder` decodes audio.
+    """Load the images, videos and audio of a prompt and return it with their tokens. `decoder` decodes audio. `check`
+    raises `BadRequestError` for tokens that are too many for the model.
 
     The files count in `reservation`, which the caller releases after the last use of the prompt. Raises
     `BadRequestError` if the images cannot be loaded, do not match the prompt, or leave no room for an answer, and
@@ -184,7 +184,7 @@ async def expand_image_tokens(
     # A prompt that is too long already with the smallest images is rejected before anything is fetched.
     least = places.written(places.least)
     token_ids = await tokenize(least)
-    check_prompt(places.expanded(token_ids, places.least)[0], limits, param="messages")
+    check(places.expanded(token_ids, places.least)[0])
     files = await load(places.media, image_limits, reservation, places.describe, decoder)
     media = places.texts_of(files)
     written = places.written(media)
@@ -192,11 +192,23 @@ async def expand_image_tokens(
         token_ids = await tokenize(written)
     found, where = places.expanded(token_ids, media)
     # Positions and hashes of blocks need the spans; checked first, because an instance accepts a limited number.
-    check_prompt(found, limits, param="messages")
+    check(found)
     spans = media_spans(where, media, [file.digest for file in files])
     if len(spans) > MAX_IMAGES:
         raise media_error(f"the images and the frames of videos are more than {MAX_IMAGES}", "video")
     return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
+
+
+async def lone_image(places: ImagePlaces, image_limits: ImageLimits, reservation: ImageReservation) -> TokenizedPrompt:
+    """Load the one image of an input that has nothing else, and return it with the tokens that count it.
+
+    The file counts in `reservation`. Raises the errors of `expand_image_tokens`.
+    """
+    _check_media(places.media, image_limits)
+    (file,) = await load(places.media, image_limits, reservation, places.describe)
+    (text,) = places.texts_of([file])
+    token_ids = [text.token_id] * num_embeddings(text.parts)
+    return TokenizedPrompt(token_ids, [MediaSpan(0, len(token_ids), file.digest, text.grids[0])], [file.data])
 
 
 def _check_media(media: Sequence[MediaPart], image_limits: ImageLimits) -> None:
