@@ -58,7 +58,7 @@ def clip_api(clip: Path) -> Iterator[Api]:
 
 @torch.no_grad()
 def clip_vectors(folder: Path) -> torch.Tensor:
-    """Of `IMAGES` and then of `TEXTS`."""
+    """Return the vectors of `IMAGES` and then of `TEXTS`."""
     model: Any = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
     pixels = AutoImageProcessor.from_pretrained(folder, backend="pil")(
         images=list(map(opened, IMAGES)), return_tensors="pt"
@@ -153,7 +153,7 @@ def test_pages_and_questions_are_written_as_the_processor_of_the_model_writes_th
 
 @pytest.mark.parametrize("runner", ["pooling", "score"])
 def test_a_decoder_embeds_and_scores_texts_with_images_through_the_router(tmp_path: Path, runner: str) -> None:
-    """Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
+    """Such models are Qwen3-VL-Embedding and Qwen3-VL-Reranker."""
     write_model("qwen3_vl", tmp_path)
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace("{", '{"classifier_from_token": ["a", "b"],', 1))
