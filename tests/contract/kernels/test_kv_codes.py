@@ -1,7 +1,5 @@
 """K and V in one byte: the twin's rounding, and Triton's store and attention against it."""
 
-import itertools
-
 import pytest
 import torch
 from torch import Tensor
@@ -32,10 +30,10 @@ def coded_cache(batch: Batch, dtype: torch.dtype) -> Tensor:
     whole = torch.zeros((num_blocks, 3, 2, kv_heads, rows, head_dim), dtype=torch.uint8, device=DEVICE)
     cache = whole.view(dtype)[:, 1, :, :, :block_tokens]
     content = torch.nan_to_num(batch.cache.float())
-    for block, offset in itertools.product(range(num_blocks), range(block_tokens)):
-        at = torch.tensor([block], device=DEVICE), torch.tensor([offset], device=DEVICE)
-        for plane in (0, 1):
-            kv_codes.write(cache, plane, *at, content[block, plane, :, offset][None])
+    blocks = torch.arange(num_blocks, device=DEVICE).repeat_interleave(block_tokens)
+    offsets = torch.arange(block_tokens, device=DEVICE).repeat(num_blocks)
+    for plane in (0, 1):
+        kv_codes.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
     return cache
 
 
