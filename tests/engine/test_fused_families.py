@@ -53,10 +53,10 @@ def prompt_logprobs(engine: Engine, reference: Reference, salt: str) -> list[lis
     return list(reported.values())
 
 
-def expected_logprobs(folder: Path, prompt: list[int]) -> torch.Tensor:
+def expected_logprobs(model: Any, prompt: list[int]) -> torch.Tensor:
     """By transformers: the logprob of each token of a prompt but the first."""
     with torch.inference_mode():
-        logprobs = load_reference(folder)(torch.tensor([prompt])).logits[0].float().log_softmax(dim=-1)
+        logprobs = model(torch.tensor([prompt])).logits[0].float().log_softmax(dim=-1)
     chosen: torch.Tensor = logprobs[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
     return chosen
 
@@ -65,7 +65,8 @@ def expected_logprobs(folder: Path, prompt: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("family", FUSED)
 def test_logits_are_those_of_transformers_however_prompts_are_cut(family: str, references: References) -> None:
     reference = references(family)
-    expected = [expected_logprobs(reference.folder, prompt) for prompt in reference.prompts]
+    model = load_reference(reference.folder)
+    expected = [expected_logprobs(model, prompt) for prompt in reference.prompts]
     for settings in ({}, {"max_num_batched_tokens": 17, "max_num_seqs": 2}):
         with make_engine(reference.folder, dtype="float32", **settings) as engine:
             found = prompt_logprobs(engine, reference, "once")
