@@ -12,6 +12,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig, KVCache, NamedBlock, SequenceOutput, StepResult
+from baton_serve.engine.core.outputs import Reservation
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from tests.devices import DEVICE
@@ -79,25 +80,37 @@ def outputs_of(engine: Engine) -> list[SequenceOutput]:
 
 def hand_over(source: Engine, sink: Engine, work: Work, pixels: Pixels = NO_PIXELS) -> Answers:
     """Prefill on `source`, copy the bytes of the missing blocks, decode on `sink`: all tokens of the answer."""
-    reservation = sink.reserve(work)
-    assert reservation is not None
-    completed: list[NamedBlock] = []
+    return hand_over_all(source, sink, [work], pixels)
+
+
+def hand_over_all(source: Engine, sink: Engine, works: list[Work], pixels: Pixels = NO_PIXELS) -> Answers:
+    """As `hand_over`, for several requests: `source` computes their prompts, and `sink` their answers, in one batch."""
+    reservations: dict[RequestId, Reservation] = {}
+    for work in works:
+        reservation = sink.reserve(work)
+        assert reservation is not None
+        reservations[work.request_id] = reservation
+    completed: dict[RequestId, list[NamedBlock]] = {name: [] for name in reservations}
     held: list[RequestId] = []
 
     def see(result: StepResult) -> None:
-        completed.extend(block for done in result.completed for block in done.blocks)
+        for done in result.completed:
+            completed[done.request_id].extend(done.blocks)
         held.extend(result.held)
 
-    source.add(work, mode="prefill", pixels=pixels)
+    for work in works:
+        source.add(work, mode="prefill", pixels=pixels)
     answers = run(source, see)
-    assert held == [work.request_id]
-    assert [block.name for block in completed] == reservation.names
-    where = dict(completed)
-    for name, block in reservation.missing:
-        copy_block(source, where[name], sink, block)
-    sink.mark_received(work.request_id, [name for name, _ in reservation.missing])
-    source.release(work.request_id)
-    sink.admit(work.request_id, {index: tokens[0] for (_, index), tokens in answers.items()})
+    assert sorted(held) == sorted(reservations)
+    for request_id, reservation in reservations.items():
+        assert [block.name for block in completed[request_id]] == reservation.names
+        where = dict(completed[request_id])
+        for name, block in reservation.missing:
+            copy_block(source, where[name], sink, block)
+        sink.mark_received(request_id, [name for name, _ in reservation.missing])
+        source.release(request_id)
+        first = {index: tokens[0] for (request, index), tokens in answers.items() if request == request_id}
+        sink.admit(request_id, first)
     for key, tokens in run(sink).items():
         answers[key] += tokens
     return answers

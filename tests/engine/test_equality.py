@@ -11,10 +11,16 @@ from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.messages import Work
 from baton_serve.engine import Engine
 from tests.engine.conftest import ANSWER_TOKENS, Reference, References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, hand_over_all, make_engine, make_work, run
 from tests.tiny_models import FAMILIES
 
 pytestmark = pytest.mark.slow
+CACHES = [
+    *("llama", "mistral", "gemma3", "gemma3n", "gemma4", "gpt_oss", "deepseek_v2", "mimo_v2_flash", "bloom", "falcon"),
+    *("qwen3_next", "mamba", "falcon_h1", "nemotron_h", "lfm2", "kimi_linear"),
+]
+"""One family of each kind of KV cache: with all tokens or a window of them, with both, shared between layers, of several
+shapes, with latents, read through transformers' own layers; and of each kind of recurrent states beside it or alone."""
 
 
 @dataclass
@@ -79,7 +85,9 @@ def test_with_chunked_prefill(case: Case, reference: Reference) -> None:
     assert ask_all(case.chunked, reference, "chunked") == reference.answers
 
 
+@pytest.mark.parametrize("case", CACHES, indirect=True)
 def test_with_another_block_size(reference: Reference) -> None:
+    """Larger than half of the prompts; the small cache below has smaller blocks, for every family."""
     with make_engine(reference.folder, block_size=64) as engine:
         assert ask_all(engine, reference) == reference.answers
 
@@ -106,13 +114,19 @@ def test_by_replay_after_some_tokens(case: Case, reference: Reference) -> None:
 
 
 def test_by_handoff_with_and_without_cached_prefixes(case: Case, reference: Reference) -> None:
+    """Each alone and then, with their cached prefixes, all in one batch."""
     source, sink = case.chunked, case.plain
     before = source.stats().prefix_hit_tokens
-    for attempt in range(2):
-        for number, prompt in enumerate(reference.prompts):
-            work = salted(source, "handoff", make_work(source, f"{attempt}-{number}", prompt))
-            answers = hand_over(source, sink, work)
-            assert answers[work.request_id, 0] == reference.answers[number]
+    for number, prompt in enumerate(reference.prompts):
+        work = salted(source, "handoff", make_work(source, f"alone-{number}", prompt))
+        assert hand_over(source, sink, work)[work.request_id, 0] == reference.answers[number]
+    assert source.stats().prefix_hit_tokens == before
+    works = [
+        salted(source, "handoff", make_work(source, str(number), prompt))
+        for number, prompt in enumerate(reference.prompts)
+    ]
+    answers = hand_over_all(source, sink, works)
+    assert [answers[work.request_id, 0] for work in works] == reference.answers
     assert source.stats().prefix_hit_tokens > before
     assert sink.stats().free_blocks == sink.stats().total_blocks
 
