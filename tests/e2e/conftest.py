@@ -8,6 +8,7 @@ import torch
 
 from tests import forked_ranks as forked_ranks
 from tests.e2e.cluster import Cluster
+from tests.references import References, references_of
 from tests.tiny_models import write_tiny_model
 
 
@@ -17,6 +18,11 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "llama"
     write_tiny_model(folder, max_position_embeddings=4096)
     return folder
+
+
+@pytest.fixture(scope="session")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return references_of(tmp_path_factory)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -17,7 +17,7 @@ from tests.e2e.in_process import served
 from tests.e2e.test_equality import PROMPTS, greedy, reference_model
 from tests.families import FAMILIES, MAX_POSITIONS
 from tests.gguf_files import Kind, write_lone_gguf
-from tests.tiny_models import write_tiny_model
+from tests.references import References
 from tools.model_verdicts import generating_families
 from tools.tiny_families import write_family
 
@@ -29,14 +29,21 @@ TEXT = "The bridge is closed because the river rose, so we walk around it and co
 
 
 @pytest.mark.parametrize("number", range(len(FAMILIES)), ids=list(FAMILIES))
-def test_tokens_equal_transformers(number: int, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, list(FAMILIES)[number])
-    transport = TRANSPORTS[number % len(TRANSPORTS)]
-    model = reference_model(tmp_path)
-    expected = {case: greedy(model, prompt, NEW_TOKENS) for case, prompt in PROMPTS.items()}
-    answers = asyncio.run(ask(tmp_path, transport))
-    assert {case: tokens_of(answer) for case, answer in answers.items()} == expected
-    routes = [answer["baton"] for answer in answers.values()]
+def test_tokens_equal_transformers(number: int, references: References) -> None:
+    reference, transport = references(list(FAMILIES)[number]), TRANSPORTS[number % len(TRANSPORTS)]
+    (short, block, _, long, _), (*_, beginning, _) = reference.prompts, reference.unended
+    begun = len(beginning) - NEW_TOKENS
+    prompts = {
+        "shorter than a block": short,
+        "exactly a block": block,
+        "many blocks": long,
+        "the same again: its prefix is cached on both sides": long,
+        "a cached prefix and something new": [*long, *beginning[:begun]],
+    }
+    expected = [answer[:NEW_TOKENS] for answer in (*reference.unended[:2], beginning, beginning)]
+    answers = list(asyncio.run(ask(reference.folder, transport, prompts)).values())
+    assert [tokens_of(answer) for answer in answers] == [*expected, beginning[begun:]]
+    routes = [answer["baton"] for answer in answers]
     assert {(route["decision"], route["transport"]) for route in routes} == {("disaggregated", transport)}
     assert all(route["reused_blocks"] for route in routes[-2:]) and routes[2]["transferred_blocks"]
 

@@ -1,58 +1,17 @@
 """Tiny models with transformers' own greedy answers to compare with, and a way to drive engines."""
 
-import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
 
 from baton_serve.engine import device
 from tests import forked_ranks as forked_ranks
 from tests.engine.rank_threads import use_threads
-from tests.tiny_models import FAMILIES, load_reference, write_tiny_model
+from tests.quick_triton import quick_interpreter
+from tests.references import ANSWER_TOKENS, Reference, References, greedy_answer, references_of
 
-ANSWER_TOKENS = 12
-
-
-@dataclass(frozen=True)
-class Reference:
-    folder: Path
-    prompts: list[list[int]]
-    answers: list[list[int]]
-
-
-class References:
-    """Made once per family and session."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._made: dict[str, Reference] = {}
-
-    def __call__(self, family: str) -> Reference:
-        if family not in self._made:
-            self._made[family] = self._make(family)
-        return self._made[family]
-
-    def _make(self, family: str) -> Reference:
-        if FAMILIES[family]["model_type"] not in CONFIG_MAPPING:
-            pytest.skip("this version of transformers does not have the family")
-        folder = write_tiny_model(self._root / family, family)
-        model = load_reference(folder)
-        draw = random.Random(family)
-        prompts = [[draw.randrange(256) for _ in range(length)] for length in (5, 16, 33, 100, 64)]
-        return Reference(folder, prompts, [greedy_answer(model, prompt) for prompt in prompts])
-
-
-def greedy_answer(model: torch.nn.Module, prompt: list[int], num_tokens: int = ANSWER_TOKENS) -> list[int]:
-    ids = torch.tensor([prompt])
-    output = model.generate(  # type: ignore[operator]
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_tokens, do_sample=False
-    )
-    answer: list[int] = output[0, len(prompt) :].tolist()
-    return answer
+__all__ = ["ANSWER_TOKENS", "Reference", "References", "greedy_answer"]
 
 
 class FakeGraph:
@@ -87,7 +46,13 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> FakeCapture:
 
 @pytest.fixture(scope="session")
 def references(tmp_path_factory: pytest.TempPathFactory) -> References:
-    return References(tmp_path_factory.mktemp("models"))
+    return references_of(tmp_path_factory)
+
+
+@pytest.fixture(scope="package", autouse=True)
+def quick_kernels() -> Iterator[None]:
+    with quick_interpreter():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
