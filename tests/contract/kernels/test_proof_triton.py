@@ -34,6 +34,8 @@ SHAPES = ProofShapes(
     vocab_size=320,
     specs=(AttentionSpec(0.25), AttentionSpec(0.25, sliding_window=48)),
 )
+PRODUCTS = replace(SHAPES, num_planes=1, num_kv_heads=1, specs=())
+"""Without attention and the rotary store, which other cases prove."""
 LAYERS = cast(LayerKernels, triton_layers)
 CANDIDATES = KernelCandidates(
     attention=(
@@ -51,9 +53,9 @@ CANDIDATES = KernelCandidates(
         SHAPES,
         replace(SHAPES, cache_dtype=torch.int8, scale_rows=2, specs=SHAPES.specs[:1], block_tokens=16),
         replace(SHAPES, num_planes=1, num_kv_heads=1, head_dim=80, specs=(AttentionSpec(0.1, value_dim=64),)),
-        replace(SHAPES, specs=(), formats=(WeightFormat("int4", 32, DTYPE, has_zeros=False),)),
-        replace(SHAPES, specs=(), formats=(WeightFormat("int8", WHOLE_ROW, DTYPE, has_zeros=False),)),
-        replace(SHAPES, specs=(), has_experts=True),
+        replace(PRODUCTS, formats=(WeightFormat("int4", 32, DTYPE, has_zeros=False),)),
+        replace(PRODUCTS, formats=(WeightFormat("int8", WHOLE_ROW, DTYPE, has_zeros=False),)),
+        replace(PRODUCTS, has_experts=True),
     ],
     ids=["plain", "int8 cache", "latents", "int4", "int8", "experts"],
 )
