@@ -19,8 +19,9 @@ CACHES = [
     *("llama", "mistral", "gemma3", "gemma3n", "gemma4", "gpt_oss", "deepseek_v2", "mimo_v2_flash", "bloom", "falcon"),
     *("qwen3_next", "mamba", "falcon_h1", "nemotron_h", "lfm2", "kimi_linear"),
 ]
-"""One family of each kind of KV cache: with all tokens or a window of them, with both, shared between layers, of several
-shapes, with latents, read through transformers' own layers; and of each kind of recurrent states beside it or alone."""
+"""One family of each kind of KV cache: with all tokens or a window of them, with both, shared between layers, of
+several shapes, with latents, read through transformers' own layers; and of each kind of recurrent states, beside KV or
+alone."""
 
 
 @dataclass

@@ -1,7 +1,6 @@
 """Each family in the table of fused layers gives transformers' logits through fused layers, and only through them."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
