@@ -81,7 +81,7 @@ def test_prefill_killed_during_a_handoff(llama: Path, transport: str) -> None:
 def test_decode_killed_mid_stream_is_replayed(llama: Path) -> None:
     """The client sees one unbroken stream, equal to the undisturbed one, at temperature 1 as well."""
     with Cluster(llama, decode=2, args=FLAGS) as cluster:
-        body = BODY | {"temperature": 1.0, "seed": 5, "max_tokens": 1500}
+        body = BODY | {"temperature": 1.0, "seed": 5, "max_tokens": 800}
         undisturbed = text_of(list(cluster.stream("/v1/completions", body)))
         pids = [cluster.pid("decode", n) for n in range(2)]
         thread, chunks, errors = stream_in_thread(cluster, body)
@@ -114,7 +114,7 @@ def test_the_only_prefill_dies_and_comes_back(llama: Path) -> None:
 
 def test_a_frozen_decode_does_not_hold_a_stream_for_ever(llama: Path) -> None:
     with Cluster(llama, decode=2, args=FLAGS) as cluster:
-        body = BODY | {"max_tokens": 1500}
+        body = BODY | {"max_tokens": 800}
         undisturbed = text_of(list(cluster.stream("/v1/completions", body)))
         pids = [cluster.pid("decode", n) for n in range(2)]
         thread, chunks, errors = stream_in_thread(cluster, body)

@@ -19,6 +19,8 @@ LIMIT_S = 4.0
 """`--engine-step-timeout-s`: far longer than a step of the small model, also on a busy machine."""
 WATCHED = (*FLAGS, "--engine-step-timeout-s", f"{LIMIT_S:g}")
 NUM_STREAMS = 4
+NUM_TOKENS = 800
+"""Several times as many as are written until the test has found the writer."""
 
 
 def restarted(cluster: Cluster, role: str, before: dict[str, Any]) -> bool:
@@ -30,8 +32,11 @@ def restarted(cluster: Cluster, role: str, before: dict[str, Any]) -> bool:
 def test_streams_of_a_hung_decode_worker_continue_on_the_other_one(llama: Path, tmp_path: Path) -> None:
     file = tmp_path / "hang"
     with Cluster(llama, decode=2, args=WATCHED, launch=hanging(file)) as cluster:
-        bodies = [BODY | {"prompt": [7 + n, *BODY["prompt"]], "max_tokens": 1500} for n in range(NUM_STREAMS)]
-        undisturbed = [text_of(list(cluster.stream("/v1/completions", body))) for body in bodies]
+        bodies = [BODY | {"prompt": [7 + n, *BODY["prompt"]], "max_tokens": NUM_TOKENS} for n in range(NUM_STREAMS)]
+        alone = [stream_in_thread(cluster, body) for body in bodies]
+        for thread, _, _ in alone:
+            thread.join(60)
+        undisturbed = [text_of(chunks) for _, chunks, _ in alone]
         before = cluster.instances("decode")
         pids = [cluster.pid("decode", n) for n in range(2)]
         streams = [stream_in_thread(cluster, body) for body in bodies]
