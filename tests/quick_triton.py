@@ -12,7 +12,7 @@ from triton.runtime import interpreter
 Change = tuple[object, str, object]
 
 
-class _RecordingScope(interpreter._LangPatchScope):  # type: ignore[misc] - triton has no types
+class _RecordingScope(interpreter._LangPatchScope):  # type: ignore[misc]
     """Remembers what it changes."""
 
     def __init__(self) -> None:

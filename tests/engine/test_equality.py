@@ -1,7 +1,7 @@
 """Greedy tokens equal those of transformers.generate in float32, independent of how the KV was computed or received."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import msgspec
@@ -99,7 +99,7 @@ def test_with_preemption_forced_by_a_small_cache(case: Case, reference: Referenc
     settings = {"num_gpu_blocks_override": 16 + 2 * num_state_blocks, "max_model_len": 120, "block_size": 8}
     with make_engine(reference.folder, **settings) as engine:
         repeats = 4 if num_state_blocks else 2
-        short = Reference(reference.folder, reference.prompts[:3] * repeats, reference.answers[:3] * repeats)
+        short = replace(reference, prompts=reference.prompts[:3] * repeats, answers=reference.answers[:3] * repeats)
         assert ask_all(engine, short) == short.answers
         is_full = all(len(answer) == ANSWER_TOKENS for answer in short.answers)  # some end early, and need less
         assert engine.stats().preemptions > 0 or not is_full
