@@ -21,7 +21,7 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup setup-tests demo demo-vision test test-computations test-processes test-intel fuzz fuzz-bodies check house sweep format clean bench
+.PHONY: setup setup-tests demo demo-vision test test-clusters test-engine test-processes test-computations test-intel fuzz fuzz-bodies check house sweep format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -65,21 +65,30 @@ demo: setup
 demo-vision: setup
 	@$(BIN)/python -m tools.vision_demo.demo
 
-# Processes, half of whose time is waiting, beside computations that take one core and have no deadlines. Each of the two
-# says what it has to say when it has ended. All in one process: .venv/bin/python -m pytest
-COMPUTATIONS := tests/unit tests/engine tests/contract/kernels tests/contract/test_state_machines.py \
-	tests/e2e/test_demo_model.py tests/e2e/test_families.py tests/structure \
-	tests/helm/test_image_install.py tests/helm/test_wheel_install.py tests/helm/test_resolution.py
+# Four parts side by side. Clusters and other processes, half of whose time is waiting and some of whose waits have deadlines;
+# and computations, which take the time that those leave. Each says what it has to say when it has ended. All in one process:
+# .venv/bin/python -m pytest
+ENGINE := tests/engine tests/e2e/test_families.py
+COMPUTATIONS := tests/unit tests/contract/kernels tests/contract/test_state_machines.py tests/e2e/test_demo_model.py \
+	tests/structure tests/helm/test_image_install.py tests/helm/test_wheel_install.py tests/helm/test_resolution.py
+COMPUTED := $(ENGINE) $(COMPUTATIONS)
 
 test: setup-tests
 	@./tools/install_system_packages.sh
-	@$(MAKE) --no-print-directory -j2 --output-sync=target test-processes test-computations
+	@$(MAKE) --no-print-directory -j4 --output-sync=target test-clusters test-engine test-processes test-computations
+
+# One process: they share transformers' answers.
+test-engine:
+	nice -n 5 $(BIN)/python -m pytest -q $(ENGINE)
 
 test-computations:
-	$(BIN)/python -m pytest -q $(COMPUTATIONS)
+	nice -n 5 $(BIN)/python -m pytest -q $(COMPUTATIONS)
+
+test-clusters:
+	$(BIN)/python -m pytest -q tests/e2e $(COMPUTED:%=--ignore=%)
 
 test-processes:
-	$(BIN)/python -m pytest -q $(COMPUTATIONS:%=--ignore=%)
+	$(BIN)/python -m pytest -q --ignore=tests/e2e $(COMPUTED:%=--ignore=%)
 
 $(INTEL)/.installed: Makefile
 	$(PYTHON) -m venv $(INTEL)
