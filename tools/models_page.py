@@ -88,12 +88,12 @@ get status 400, and so does audio for any other model. A new family is one class
 
 ## Models that transcribe audio
 
-Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), on one rank and without LoRA adapters.
+Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), without stages and LoRA adapters.
 Tests compare tokens and timestamps with transformers (`tests/engine/test_speech.py`, `tests/e2e/test_speech.py`).
 
 ## Over several devices
 
-`--tensor-parallel-size N` divides all families but those for speech: heads, also of the gated delta rule, widths of
+`--tensor-parallel-size N` divides all families: heads, also of the gated delta rule, widths of
 MLPs and experts; with `--enable-expert-parallel` whole experts. Other recurrent layers stay whole. N must divide the
 heads, and divide the KV heads or be a multiple of them. CI compares tiny models with transformers
 (`tests/engine/test_rank_parts.py`).

@@ -18,6 +18,7 @@ from baton_serve.engine.model import fused_cpu, fused_layers
 from tests.devices import DEVICE
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, make_engine, run
+from tests.engine.rank_threads import use_threads
 from tests.engine.test_vision import TEXT, add, begin, hand_over_images, reader, work_of
 from tests.images import Piece, Reference, picture
 from tools.model_verdicts import generating_families
@@ -170,6 +171,25 @@ def test_with_preemption(model: Model) -> None:
             reported = answers[name, 0] + rest.get((name, 0), [])
             assert reported == wanted[name, 0][: len(reported)]
             assert len(reported) == COUNT or name in failed
+
+
+def test_two_ranks_have_the_embeddings_and_positions_of_rank_0(model: Model) -> None:
+    """Each has half of the heads. Their blocks are those of one rank, and they take those of one."""
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "max_num_batched_tokens": 24, "async_scheduling": True}
+    with model.reader(**settings) as two, model.decoder() as one:
+        assert model.ask_all(two) == model.answers
+        first = two.stats().prefix_hit_tokens
+        assert model.ask_all(two) == model.answers
+        assert two.stats().prefix_hit_tokens > first + 100
+        work = model.work(two, "over", FIVE)
+        assert hand_over_images(two, one, work, FIVE)["over", 0] == model.answers[2]
+
+
+def test_graphs_of_two_ranks(model: Model, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_threads(monkeypatch)
+    with model.reader(tensor_parallel_size=2, max_num_batched_tokens=256, block_size=8) as engine:
+        assert model.ask_all(engine) == model.answers
+        assert bool(captured.graphs) == bool(sum(graph.replays for graph in captured.graphs))
 
 
 def test_through_captured_graphs(model: Model, captured: FakeCapture) -> None:

@@ -116,6 +116,29 @@ def test_prompts_and_answers_equal_transformers(tiny: Tiny, step: int) -> None:
         assert llm.generate([again], GREEDY, use_tqdm=False)[0].num_cached_tokens > 16
 
 
+@pytest.mark.parametrize(
+    "tiny", ["gemma3", "gemma4", "internvl", "idefics3", "mistral3", "llava_onevision", "deepseek_vl"], indirect=True
+)
+def test_two_ranks(tiny: Tiny) -> None:
+    """Of tokens that see each other, of tiles, and of images with marks among their embeddings."""
+    settings: dict[str, Any] = {"block_size": 8, "max_num_seqs": 4, "max_model_len": 1024}
+    two_ranks = make_engine(
+        tiny.folder,
+        reads_images=True,
+        tensor_parallel_size=2,
+        max_num_batched_tokens=max(29, tiny.least_step),
+        **settings,
+    )
+    with two_ranks as engine:
+        assert engine.image_reader is not None
+        for name in ("first", "again"):
+            for number, (chat, (tokens, _)) in enumerate(zip(tiny.chats, tiny.answers, strict=True)):
+                work = work_of(engine, f"{name} {number}", tokens, spans_of(tiny, number))
+                engine.add(work, pixels=engine.image_reader.read(chat.images))
+            answers = run(engine)
+            assert [answers[f"{name} {number}", 0] for number in range(6)] == [answer for _, answer in tiny.answers]
+
+
 @pytest.mark.parametrize("tiny", ["gemma3", "idefics3", "mistral3"], indirect=True)
 def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
     settings: dict[str, Any] = {"block_size": 8, "max_model_len": 512}

@@ -143,6 +143,36 @@ def test_by_handoff_to_an_engine_without_an_encoder(tiny: Tiny) -> None:
             assert hand_over(source, sink, work, pixels=pixels)[work.request_id, 0] == answer
 
 
+def test_by_replay_after_some_tokens_and_with_preemption(tiny: Tiny) -> None:
+    """A prompt that is computed again reads its audio again."""
+    with make_engine(tiny.folder, reads_images=True, **SETTINGS) as engine:
+        for number, (_, answer) in enumerate(tiny.answers):
+            work, pixels = tiny.work(engine, str(number), number)
+            engine.add(msgspec.structs.replace(work, token_ids=work.token_ids + answer[:3]), pixels=pixels)
+        answers = run(engine)
+        assert [answers[str(n), 0] for n in range(len(tiny.answers))] == [answer[3:] for _, answer in tiny.answers]
+    lengths = [len(tiny.answers[number][0]) for number in (0, 4)]
+    room = sum(-(-length // 4) for length in lengths) + 1  # too little for the answers of both
+    tight = {"num_gpu_blocks_override": room, "block_size": 4, "max_model_len": max(lengths) + COUNT}
+    with make_engine(tiny.folder, reads_images=True, enable_prefix_caching=False, **tight) as engine:
+        for number in (0, 4):
+            work, pixels = tiny.work(engine, str(number), number)
+            engine.add(work, pixels=pixels)
+        assert run(engine) == {(str(number), 0): tiny.answers[number][1] for number in (0, 4)}
+        assert engine.stats().preemptions > 0
+
+
+def test_two_ranks_and_a_handoff_to_one(tiny: Tiny) -> None:
+    expected = [answer for _, answer in tiny.answers]
+    two_ranks = make_engine(
+        tiny.folder, reads_images=True, tensor_parallel_size=2, max_num_batched_tokens=13, **SETTINGS
+    )
+    with two_ranks as two, make_engine(tiny.folder, **SETTINGS) as one:
+        assert tiny.ask_all(two) == expected
+        work, pixels = tiny.work(two, "over", 2)
+        assert hand_over(two, one, work, pixels=pixels)["over", 0] == expected[2]
+
+
 @pytest.mark.parametrize("tiny", ["voxtral"], indirect=True)
 def test_files_that_cannot_be_heard_are_refused(tiny: Tiny) -> None:
     file = wav(tones(0))

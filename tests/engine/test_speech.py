@@ -17,12 +17,14 @@ from baton_serve.contracts.sampling import TranscriptSpec
 from baton_serve.engine import ConfigError, Engine, RequestError
 from baton_serve.engine.core.outputs import FailedRequest
 from baton_serve.engine.core.scheduler import ScheduledBatch
+from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.batch_inputs import SourceRows
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
 from baton_serve.engine.model.speech.prompt import PromptAudio
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
+from tests.engine.rank_threads import use_threads
 from tests.speech import (
     EOS_ID,
     FIRST_SUPPRESSED,
@@ -189,6 +191,42 @@ def test_blocks_of_sources_pass_through_the_host_tier(folder: Path, reference: R
             assert answers == {(name, 0): reference.answer(tones(number), COUNT)}
     # One run belongs to the start of the engine.
     assert encoded == [1, 1, 1]
+
+
+def test_two_ranks_hold_half_of_each_source_and_exchange_it_with_one(
+    folder: Path, engine: Engine, decoder: Engine, reference: Reference, encoded: list[int]
+) -> None:
+    """Rank 0 encodes and sends the output. Blocks of a source are cached, handed off and preempted as others."""
+    expected = {number: reference.answer(tones(number), COUNT) for number in (80, 81)}
+    with make_engine(folder, reads_images=True, tensor_parallel_size=2, async_scheduling=True) as two:
+        assert two.layout == decoder.layout
+        files = {f"r{number}": wav(tones(number)) for number in (80, 81)}
+        assert ask(two, files) == {(f"r{number}", 0): tokens for number, tokens in expected.items()}
+        # Of the start, and of both windows together.
+        assert encoded == [1, 2]
+        assert ask(two, {"again": files["r80"]}) == {("again", 0): expected[80]}
+        assert two.image_reader is not None and engine.image_reader is not None
+        for source, sink, number in ((two, decoder, 82), (engine, two, 83)):
+            file = wav(tones(number))
+            pixels = source.image_reader.read([file]) if source.image_reader is not None else NO_PIXELS
+            answers = hand_over(source, sink, work_of(source, f"over {number}", file), pixels)
+            assert answers == {(f"over {number}", 0): reference.answer(tones(number), COUNT)}
+
+
+def test_graphs_of_two_ranks(
+    folder: Path, reference: Reference, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    with make_engine(folder, reads_images=True, max_num_seqs=4, tensor_parallel_size=2) as engine:
+        files = {f"g{number}": wav(tones(number)) for number in range(3)}
+        answers = ask(engine, files)
+        assert sum(graph.replays for graph in captured.graphs) >= 2 * (COUNT - 1)
+    assert answers == {(f"g{n}", 0): reference.answer(tones(n), COUNT) for n in range(3)}
+
+
+def test_stages_of_a_pipeline_are_refused(folder: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="attend to the output of an encoder: set pipeline_parallel_size"):
+        make_engine(folder, reads_images=True, pipeline_parallel_size=2)
 
 
 def test_captured_graphs_give_the_tokens_of_transformers(

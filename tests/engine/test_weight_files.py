@@ -54,6 +54,20 @@ def test_what_transformers_converts_is_left_to_it(tmp_path: Path) -> None:
     assert tensor_copies(module, {**stored, name: torch.zeros(3)}) is None
 
 
+@pytest.mark.parametrize("differs", [True, False])
+def test_a_tied_head_that_is_stored_with_values_of_its_own_is_left_to_transformers(
+    differs: bool, tmp_path: Path
+) -> None:
+    """It does not tie them then, as in Qwen2.5-Omni."""
+    folder = write_tiny_model(tmp_path / "model", tie_word_embeddings=True)
+    module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    module.tie_weights()
+    stored = map_tensors(folder)
+    head = stored["model.embed_tokens.weight"].clone()
+    head[-1, -1] += differs
+    assert (tensor_copies(module, {**stored, "lm_head.weight": head}) is None) == differs
+
+
 def test_slices_of_every_dtype(tmp_path: Path) -> None:
     tensors = {
         "odd": torch.arange(3, dtype=torch.uint8),  # what follows is not aligned

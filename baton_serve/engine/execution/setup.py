@@ -72,7 +72,7 @@ class EngineSetup:
         self.sources = load_audio(config, model, self.layout.block_tokens, device)
         """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
         self.images: PromptImages | None = self.sources
-        # Rank 0 sends the embeddings of images to the others.
+        # Rank 0 sends embeddings, and the outputs of encoders, to the others.
         if config.reads_images and self.sources is None and model.parts.shard.rank == 0:
             self.images = load_images(config, device, model.dtype, max_image_tokens=batched - max_num_seqs)
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader

@@ -142,11 +142,6 @@ def _parts(
     name = (getattr(hf_config, "architectures", None) or [hf_config.model_type])[0]
     if shard.is_whole and stage.is_whole:
         return WHOLE
-    if cross_port(hf_config) is not None:
-        raise ConfigError(
-            f"tensor_parallel_size is {shard.size}, but {name} has cross-attention, which cannot be split over devices;"
-            " the largest number that works is 1, also for pipeline_parallel_size"
-        )
     refuse_ranks(name, hf_config.get_text_config(), shard)
     refuse_stages(name, hf_config.get_text_config(), stage)
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))

@@ -104,7 +104,14 @@ def tensor_copies(module: nn.Module, stored: dict[str, Tensor]) -> dict[str, Ten
         return None
     if any(wanted[name].shape != stored[name].shape for name in set(wanted) - tied):
         return None
+    # transformers does not tie what the file has twice with other values, whatever the config says (Qwen2.5-Omni).
+    if any(not _are_equal(stored[name], stored[first_at[wanted[name].data_ptr()]]) for name in tied & set(stored)):
+        return None
     return {name: TensorCopy(wanted[name], stored[name]) for name in stored if name in wanted and name not in tied}
+
+
+def _are_equal(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and torch.equal(one, other)
 
 
 def fill(

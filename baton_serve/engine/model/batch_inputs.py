@@ -212,7 +212,7 @@ class StepArrays:
     source_tokens: int = 0
     """Positions of a source."""
     sources: Sequence[SourceRows] = ()
-    """Encoded sources; they are on the device already. Only for engines with one rank."""
+    """Encoded sources; they are on the device already. Rank 0 sends them to the others."""
     windows: WindowArrays | None = None
     """The blocks of cache groups with a sliding window; None for models without such groups."""
 

@@ -324,7 +324,7 @@ def choose_forward(
             raise ConfigError(
                 f"{model.name} has cross-attention, which LoRA adapters do not support: leave out enable_lora"
             )
-        return CrossAttentionForward(model, backend)
+        return CrossAttentionForward(model, backend, collectives)
     is_plain = model.is_whole and model.stage.is_whole and adapters is None and may_call_once and model.offload is None
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
         return fused_cpu.CpuForward(model, kernels)

@@ -205,7 +205,7 @@ def add_images(
         return _source(token_ids, [rules.content_of(one) for one in given], reader)
     if rules.family is None or reader is None:
         served = HEARD if any(one.kind == "audio" for one in given) else SERVED
-        raise ConfigError(f"this model does not accept {given[0].kind}s here: {served}, with tensor_parallel_size 1")
+        raise ConfigError(f"this model does not accept {given[0].kind}s here: {served}, with pipeline_parallel_size 1")
     try:
         family = configured(rules.family, settings)
     except ValueError as exc:

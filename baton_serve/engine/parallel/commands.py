@@ -16,7 +16,7 @@ from baton_serve.contracts.layout import KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
-from baton_serve.engine.model.batch_inputs import ImageRows, StepArrays, WindowArrays
+from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows, StepArrays, WindowArrays
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
@@ -90,6 +90,10 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     seen_ends: memoryview | None = None
     batch_slots: memoryview = memoryview(b"")
     windows: "WindowPlaces | None" = None
+    source_tables: memoryview | None = None
+    source_tokens: int = 0
+    sources: list["SourcePlace"] = []
+    """Shapes of encoder outputs, which rank 0 broadcasts behind the images, each after its positions in the cache."""
 
 
 class WindowPlaces(msgspec.Struct, frozen=True, array_like=True):
@@ -112,6 +116,14 @@ class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
     rows: memoryview | None
 
 
+class SourcePlace(msgspec.Struct, frozen=True, array_like=True):
+    """The shape [count, width] and dtype of encoder outputs (`SourceRows.states`), which are sent separately."""
+
+    count: int
+    width: int
+    dtype: str
+
+
 class FinishStep(msgspec.Struct, frozen=True, tag=True):
     """Command to ranks of the first pipeline stage: compute the logits of the oldest step that is not finished yet.
     `count` is their number of rows. Without `has_logits` they are not needed, and the rows are only received.
@@ -129,6 +141,7 @@ class Replay(msgspec.Struct, frozen=True, tag=True):
     inputs: memoryview
     changes: memoryview | None
     adapters: list[str] = []
+    sources: memoryview | None = None
 
 
 class GatherLogits(msgspec.Struct, frozen=True, tag=True):
@@ -294,17 +307,22 @@ def compute_command(arrays: StepArrays) -> Compute:
         seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
         batch_slots=_bytes(arrays.batch_slots),
         windows=None if arrays.windows is None else _window_places(arrays.windows),
+        source_tables=None if arrays.source_tables is None else _bytes(arrays.source_tables),
+        source_tokens=arrays.source_tokens,
+        sources=[_source_place(source) for source in arrays.sources],
     )
 
 
-def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArrays:
-    """Return the input arrays of the step that a `Compute` command describes. `images` are the embeddings of its
-    images, which are received separately.
+def step_arrays(command: Compute, images: Sequence[ImageRows] = (), sources: Sequence[SourceRows] = ()) -> StepArrays:
+    """Return the input arrays of the step that a `Compute` command describes. `images` and `sources` are the embeddings
+    of its images and the encoder outputs, which are received separately.
     """
-    context_lens = _int32(command.context_lens)
+    context_lens, tokens, positions = _int32(command.context_lens), _int64(command.tokens), _int64(command.positions)
+    tables = command.source_tables
     return StepArrays(
-        tokens=_int64(command.tokens),
-        positions=_int64(command.positions),
+        tokens=tokens,
+        # Tokens of images may have positions of three parts.
+        positions=positions if len(positions) == len(tokens) else positions.reshape(-1, len(tokens)),
         slots=_int64(command.slots),
         query_starts=_int32(command.query_starts),
         context_lens=context_lens,
@@ -317,6 +335,9 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = ()) -> StepArray
         seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
         batch_slots=_int64(command.batch_slots),
         windows=None if command.windows is None else _window_arrays(command.windows, len(context_lens)),
+        source_tables=None if tables is None else _int32(tables).reshape(len(tokens), -1),
+        source_tokens=command.source_tokens,
+        sources=sources,
     )
 
 
@@ -334,7 +355,17 @@ def _image_place(image: ImageRows) -> ImagePlace:
     """Return what other ranks must know to receive an image's embeddings: rows in the step, shape and dtype."""
     count, width = image.features.shape
     rows = None if image.rows is None else _bytes(image.rows.cpu().numpy())
-    return ImagePlace(image.first, count, width, str(image.features.dtype).removeprefix("torch."), rows)
+    return ImagePlace(image.first, count, width, _name(image.features.dtype), rows)
+
+
+def _source_place(source: SourceRows) -> SourcePlace:
+    """Return what other ranks must know to receive encoder outputs."""
+    count, width = source.states.shape
+    return SourcePlace(count, width, _name(source.states.dtype))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def image_rows(place: ImagePlace, device: torch.device, receive: Callable[[Tensor], None]) -> ImageRows:
@@ -347,16 +378,30 @@ def image_rows(place: ImagePlace, device: torch.device, receive: Callable[[Tenso
     return ImageRows(place.first, features, rows)
 
 
+def source_rows(place: SourcePlace, device: torch.device, receive: Callable[[Tensor], None]) -> SourceRows:
+    """Receive the encoder outputs that `place` describes, with their positions in the KV cache. `receive` is called
+    with empty tensors on `device` and must fill them with those of rank 0.
+    """
+    slots = torch.empty(place.count, dtype=torch.int64, device=device)
+    states = torch.empty((place.count, place.width), dtype=devices.DTYPES[place.dtype], device=device)
+    receive(slots)
+    receive(states)
+    return SourceRows(slots, states)
+
+
 def replay_command(arrays: DecodeArrays) -> Replay:
     """Return the command by which the other ranks replay the decode step with these input arrays."""
     changes = None if arrays.changes is None else _bytes(arrays.changes)
-    return Replay(inputs=_bytes(arrays.inputs), changes=changes, adapters=list(arrays.adapters))
+    sources = None if arrays.sources is None else _bytes(arrays.sources)
+    return Replay(inputs=_bytes(arrays.inputs), changes=changes, adapters=list(arrays.adapters), sources=sources)
 
 
 def decode_arrays(command: Replay) -> DecodeArrays:
     """Return the input arrays of the decode step that a `Replay` command describes."""
     changes = None if command.changes is None else _int64(command.changes).reshape(2, -1)
-    return DecodeArrays(_int64(command.inputs).reshape(CONTEXTS, -1), changes, command.adapters)
+    inputs = _int64(command.inputs).reshape(CONTEXTS, -1)
+    sources = None if command.sources is None else _int32(command.sources).reshape(inputs.shape[1], -1)
+    return DecodeArrays(inputs, changes, command.adapters, sources)
 
 
 def vectors_command(

@@ -66,6 +66,9 @@ class TPExecutor:
         with run_on_all_ranks():
             for image in arrays.images:
                 self._ranks.group.broadcast(image.features.contiguous())
+            for source in arrays.sources:
+                self._ranks.group.broadcast(source.slots)
+                self._ranks.group.broadcast(source.states)
             return self._own.compute(arrays, after_layer)
 
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:

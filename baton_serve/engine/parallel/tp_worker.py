@@ -62,6 +62,7 @@ from baton_serve.engine.parallel.commands import (
     decode_arrays,
     image_rows,
     kept_slots,
+    source_rows,
     step_arrays,
 )
 from baton_serve.engine.parallel.ranks import SEND_TIMEOUT_S
@@ -260,7 +261,8 @@ class TPWorker:
     def _compute(self, command: Compute) -> None:
         # Rank 0 broadcasts one image after another, in the order in which the command lists them.
         images = [image_rows(place, self._device, self._group.broadcast) for place in command.images]
-        self._executor.compute(step_arrays(command, images))
+        sources = [source_rows(place, self._device, self._group.broadcast) for place in command.sources]
+        self._executor.compute(step_arrays(command, images, sources))
 
     def _receive_tokens(self, count: int) -> torch.Tensor:
         """Return `count` tokens that rank 0 broadcasts, int64 on the device."""

@@ -16,11 +16,11 @@ __all__ = ["load_audio"]
 
 def load_audio(config: EngineConfig, model: LoadedModel, block_tokens: int, target: torch.device) -> PromptAudio | None:
     """Load the audio encoder of a model with cross-attention, such as Whisper, to the device `target`. Return None if
-    the model has none, or if this instance computes no prompts with audio.
+    the model has none, or if this instance computes no prompts with audio. With several ranks, only rank 0 loads it.
 
     Raises `ModelError` if it cannot be loaded.
     """
-    if not model.source_tokens or not config.reads_images:
+    if not model.source_tokens or not config.reads_images or model.parts.shard.rank:
         return None
     from baton_serve.engine.model.speech.encoder import load_encoder  # imports transformers, which takes seconds
 

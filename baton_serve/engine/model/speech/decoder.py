@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from baton_serve.contracts.layout import KVShape
+from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 from baton_serve.engine.model.batch_inputs import SourceRows, StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model_folder import HfConfig
 
 
@@ -81,7 +83,8 @@ class CrossAttentionForward:
     parts = None
     adapter_slots = None
 
-    def __init__(self, model: LoadedModel, backend: AttentionBackend) -> None:
+    def __init__(self, model: LoadedModel, backend: AttentionBackend, collectives: Collectives) -> None:
+        sum_outputs(model.module, model.parts, collectives)
         port = cross_port(cast(Any, model.module).config)
         assert port is not None, "only models with a port have cross-attention"
         self._parts = port.parts(model.module)
