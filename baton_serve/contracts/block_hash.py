@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from hashlib import sha256
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import MediaSpan, within
+from baton_serve.contracts.media import MediaSpan
 
 BLOCK_HASH_BYTES = 16
 """Length of a block hash. 16 bytes make accidental collisions practically impossible."""
@@ -122,22 +122,26 @@ def hash_blocks(
     data = words.tobytes()
     block_hash: bytes = root if parent is None else parent
     hashes: list[BlockHash] = []
-    step = block_tokens * 4
+    step, spans = block_tokens * 4, list(media)
     for at in range(0, len(data), step):
-        if media:
-            block_hash = _with_media(block_hash, media, start + at // 4, block_tokens)
+        if spans:
+            block_hash = _with_media(block_hash, spans, start + at // 4, block_tokens)
         block_hash = sha256(block_hash + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
         hashes.append(BlockHash(block_hash))
     return hashes
 
 
-def _with_media(parent: bytes, media: Sequence[MediaSpan], start: int, block_tokens: int) -> bytes:
+def _with_media(parent: bytes, spans: list[MediaSpan], start: int, block_tokens: int) -> bytes:
     """Return the parent hash for the block that begins at token `start`: `parent` mixed with the digests of the images
-    that have tokens in the block, or unchanged if there are none."""
-    spans = within(media, start, start + block_tokens)
-    if not spans:
-        return parent
-    digest = sha256(b"baton-media-1" + parent)
+    that have tokens in the block, or unchanged if there are none.
+
+    Remove the images that end before the block from `spans`, which are in order: blocks are hashed in order too.
+    """
+    while spans and spans[0].end <= start:
+        del spans[0]
+    mixed = b""
     for span in spans:
-        digest.update(span.digest + (span.start - start).to_bytes(8, "little", signed=True))
-    return digest.digest()[:BLOCK_HASH_BYTES]
+        if span.start >= start + block_tokens:
+            break
+        mixed += span.digest + (span.start - start).to_bytes(8, "little", signed=True)
+    return sha256(b"baton-media-1" + parent + mixed).digest()[:BLOCK_HASH_BYTES] if mixed else parent

@@ -238,7 +238,8 @@ class PromptGraphs:
         for image in arrays.images:
             assert self._features is not None  # `replay` accepts no others
             self._features[image.where] = image.features.to(self._features.dtype)
-            self._inputs[TOKENS, image.where] = IMAGE
+            if image.rows is not None:
+                self._inputs[TOKENS, image.rows] = IMAGE
 
     def _fill_nothing(self) -> None:
         """Fill the input memory of the graphs with padding only, so that capturing changes no KV."""
@@ -350,6 +351,10 @@ def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int)
     count, own = len(arrays.tokens), len(arrays.context_lens)
     host[TOKENS, :count], host[SLOTS, :count] = arrays.tokens, arrays.slots
     host[POSITIONS:, :count] = arrays.positions  # the same in three rows, if the step has one
+    for image in arrays.images:
+        # The places of others are known on the device only.
+        if image.rows is None:
+            host[TOKENS, image.first : image.first + len(image.features)] = IMAGE
     host[TOKENS, count:size] = 0
     host[POSITIONS:, count:size] = 0
     host[SLOTS, count:size] = -1

@@ -5,6 +5,7 @@ also without the images. Behind a prompt only a shift is left, so decode steps h
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,16 +75,21 @@ def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np
         # The range may begin or end within an image.
         begin, stop = max(span.start, start), min(span.end, end)
         rows[:, at : begin - start] += shift
-        inside = np.arange(begin - span.start, stop - span.start)
+        inside = _places(span.grid, span.length)[:, begin - span.start : stop - span.start]
         # Frame, row and column count from the image's first position, which is that of text at its place.
-        rows[:, begin - start : stop - start] = _places(span.grid, inside) + span.start + shift
+        rows[:, begin - start : stop - start] = inside + (span.start + shift)
         at, shift = stop - start, position_shift(media, stop)
     rows[:, at:] += shift
     return rows
 
 
-def _places(grid: TokenGrid, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return frame, row and column, [3, count], of an image's tokens, which are numbered row by row within its grid."""
+# Images of one size have one grid. An entry takes 24 bytes for each token.
+@lru_cache(maxsize=32)
+def _places(grid: TokenGrid, count: int) -> NDArray[np.int64]:
+    """Return frame, row and column, [3, count], of an image's `count` tokens, which are numbered row by row within its
+    grid. Do not change the result, which later calls return too.
+    """
+    tokens = np.arange(count)
     size = grid.rows * grid.columns
     # Rounded as transformers does, which multiplies in float32.
     frames = (tokens // size).astype(np.float32) * np.float32(grid.frame_step)

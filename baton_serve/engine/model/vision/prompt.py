@@ -1,5 +1,6 @@
 """Images of the prompts that an engine computes. They are encoded when a step first needs them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import end_of
+from baton_serve.contracts.media import MediaSpan, end_of
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
@@ -78,9 +79,7 @@ class VisionPromptImages:
         """
         request.has_images = True
         tokens = request.work.token_ids
-        # `check` has found that the first token of a span is one that stands for the image or video.
-        places = [np.array(tokens[span.start : span.end]) == tokens[span.start] for span in request.work.media]
-        self._images[request] = _Images(pixels, [np.flatnonzero(place) for place in places])
+        self._images[request] = _Images(pixels, [_places(tokens, span) for span in request.work.media])
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return the image embeddings that the tokens of a step need, with the rows of these tokens. Images that are
@@ -104,11 +103,18 @@ class VisionPromptImages:
         found: list[ImageRows] = []
         for span, places in zip(media, images.places, strict=True):
             # A chunk may begin or end inside an image.
-            low, high = np.searchsorted(places, [start - span.start, end - span.start])
-            if low < high:
+            low, high = max(start - span.start, 0), min(end - span.start, span.length)
+            if low >= high:
+                continue
+            shift = first + span.start - start
+            if places is None:
                 features = self._features(images, chunk.sequence.request.work.root, span.digest)
-                rows = places[low:high] + (first + span.start - start)
-                found.append(_image_rows(rows, features[low:high]))
+                found.append(ImageRows(low + shift, features[low:high]))
+                continue
+            begin, stop = np.searchsorted(places, [low, high])
+            if begin < stop:
+                features = self._features(images, chunk.sequence.request.work.root, span.digest)
+                found.append(_image_rows(places[begin:stop] + shift, features[begin:stop]))
         if end >= end_of(media):
             # launched steps read the memory before anything that is launched later can reuse it
             images.features.clear()
@@ -139,12 +145,21 @@ class _Images:
     """The images of one request. `features` are embeddings on the device, by digest, until the prompt's last image has
     been computed.
 
-    `places` are the offsets of the image tokens in each image's span, int64.
+    `places` are the offsets of the image tokens in each image's span, int64; None: all of its tokens are.
     """
 
     pixels: Pixels
-    places: list[NDArray[np.int64]]
+    places: list[NDArray[np.int64] | None]
     features: dict[bytes, Tensor] = field(default_factory=dict)
+
+
+def _places(tokens: Sequence[int], span: MediaSpan) -> NDArray[np.int64] | None:
+    """Return the offsets of the image tokens in the span of an image; None if all of its tokens are."""
+    # `check` has found that the first token of a span is one that stands for the image or video.
+    own, image_token = tokens[span.start : span.end], tokens[span.start]
+    if own.count(image_token) == len(own):
+        return None
+    return np.flatnonzero(np.array(own) == image_token)
 
 
 def _image_rows(rows: NDArray[np.int64], features: Tensor) -> ImageRows:
