@@ -20,16 +20,15 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from io import BytesIO
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from PIL import Image
 
 from baton_serve.bench.micro.media_shapes import write_media_shape
 from baton_serve.bench.report import Row, show
+from baton_serve.bench.serving.datasets import random_image
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.media import MediaSpan, digest_of
@@ -121,7 +120,7 @@ class ImageCases:
     def round(self) -> dict[str, float]:
         """Return the seconds of each case, and the numbers of cached tokens of prompts whose prefix is cached or new,
         with an image and text that no earlier round had."""
-        file, text = new_image(self._draw, self._side), self._text(self.image_tokens)
+        file, text = random_image(self._draw.bytes, self._side, self._side), self._text(self.image_tokens)
         started = time.perf_counter()
         pixels = self._works.read(file)
         found = {"read": time.perf_counter() - started}
@@ -130,7 +129,7 @@ class ImageCases:
             found[f"hits of {state} image"], found[f"{state} image"] = self._measured(image, pixels)
             plain = self._works.work([*text, *self._text(self._text_tokens)], [], 1)
             found[f"hits of {state} text"], found[f"{state} text"] = self._measured(plain, NO_PIXELS)
-        for state, other in (("new", new_image(self._draw, self._side)), ("cached", file)):
+        for state, other in (("new", random_image(self._draw.bytes, self._side, self._side)), ("cached", file)):
             work = self._image_prompt(other)
             started = time.perf_counter()
             self._works.answer_s(work, self._works.read(other))
@@ -154,20 +153,12 @@ class ImageCases:
         return self._works.engine.stats().prefix_hit_tokens - before, seconds
 
 
-def new_image(draw: np.random.Generator, side: int) -> bytes:
-    """Return a JPEG file of random soft spots, which compresses about as well as a photo."""
-    spots = draw.integers(0, 256, (max(2, side // 16), max(2, side // 16), 3), dtype=np.uint8)
-    out = BytesIO()
-    Image.fromarray(spots).resize((side, side), Image.Resampling.BICUBIC).save(out, "JPEG", quality=90)
-    return out.getvalue()
-
-
 def tower_s(options: argparse.Namespace, config: EngineConfig) -> float:
     """Return the median seconds in which the vision tower encodes an image alone, from host memory."""
     target = device.select_device(options.device)
     tower = load_tower(config, target, torch.bfloat16)
     assert tower is not None, "the shape reads images"
-    file = new_image(np.random.default_rng(3), options.image_size)
+    file = random_image(np.random.default_rng(3).bytes, options.image_size, options.image_size)
     (picture,) = tower.reader.read([file]).values()
     assert isinstance(picture, DecodedImage)
     return median_s(target, lambda: tower.encode(picture), options.rounds)

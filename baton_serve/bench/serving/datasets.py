@@ -1,4 +1,5 @@
-"""The data sets of `vllm bench`: random prompts, conversations in ShareGPT's format, and own prompts in JSON lines.
+"""The data sets of `vllm bench`: random prompts, also with images, conversations in ShareGPT's format, and own prompts
+in JSON lines.
 
 Lengths are exact with a tokenizer. Without one, random prompts are words that most tokenizers encode as one token
 each, and the lengths of other texts are estimated.
@@ -9,10 +10,12 @@ import math
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from PIL import Image
 from tokenizers import Tokenizer
 
 from baton_serve.bench.serving.workload import WORDS, BenchRequest
@@ -96,6 +99,51 @@ def random_dataset(count: int, lengths: RandomLengths, measure: TextMeasure, see
         BenchRequest(0.0, measure.prompt(rng, vary(lengths.input_tokens), prefix), vary(lengths.output_tokens))
         for _ in range(count)
     ]
+
+
+class ImageSize(NamedTuple):
+    """Height and width of random images, and their share among all images."""
+
+    height: int
+    width: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class RandomImages:
+    """How many images each request has, varied by ± `range_ratio`, and their sizes."""
+
+    per_request: int
+    sizes: tuple[ImageSize, ...]
+    range_ratio: float = 0.0
+
+
+def with_images(requests: Sequence[BenchRequest], images: RandomImages, seed: int) -> list[BenchRequest]:
+    """Return the requests with images that are all different. Raises `DatasetError` for impossible numbers."""
+    if images.per_request < 0 or not 0 <= images.range_ratio < 1:
+        raise DatasetError("--random-mm-base-items-per-request is at least 0, and its range ratio from 0 to below 1")
+    rng = random.Random(seed)
+    low = math.floor(images.per_request * (1 - images.range_ratio))
+    high = math.ceil(images.per_request * (1 + images.range_ratio))
+    shares = [size.share for size in images.sizes]
+
+    def image() -> bytes:
+        (chosen,) = rng.choices(images.sizes, shares)
+        return random_image(rng.randbytes, chosen.width, chosen.height)
+
+    return [replace(request, images=tuple(image() for _ in range(rng.randint(low, high)))) for request in requests]
+
+
+def random_image(draw: Callable[[int], bytes], width: int, height: int) -> bytes:
+    """Return a JPEG file of random soft spots, which compresses about as well as a photo. `draw` returns that many
+    random bytes.
+    """
+    spots = max(2, width // 16), max(2, height // 16)
+    out = BytesIO()
+    Image.frombytes("RGB", spots, draw(3 * spots[0] * spots[1])).resize((width, height), Image.Resampling.BICUBIC).save(
+        out, "JPEG", quality=90
+    )
+    return out.getvalue()
 
 
 def sharegpt_dataset(

@@ -5,6 +5,7 @@ token.
 """
 
 import asyncio
+import base64
 import json
 import math
 import time
@@ -134,7 +135,7 @@ def body(request: BenchRequest, target: BenchTarget, number: int) -> dict[str, A
         return {"model": model, "input": request.prompt, **target.extra}
     found: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}}
     if target.backend == "openai-chat":
-        found |= {"messages": [{"role": "user", "content": request.prompt}]}
+        found |= {"messages": [{"role": "user", "content": _content(request)}]}
         found |= {"max_completion_tokens": request.max_tokens}
     else:
         found |= {"prompt": request.prompt, "max_tokens": request.max_tokens}
@@ -143,6 +144,17 @@ def body(request: BenchRequest, target: BenchTarget, number: int) -> dict[str, A
     if target.ignore_eos:
         found["ignore_eos"] = True
     return found | target.extra
+
+
+def _content(request: BenchRequest) -> str | list[int] | list[dict[str, Any]]:
+    """Return the content of a chat's message: the text alone, or parts with the images behind it."""
+    if not request.images:
+        return request.prompt
+    found: list[dict[str, Any]] = [{"type": "text", "text": request.prompt}]
+    for image in request.images:
+        url = f"data:image/jpeg;base64,{base64.b64encode(image).decode()}"
+        found.append({"type": "image_url", "image_url": {"url": url}})
+    return found
 
 
 async def send(

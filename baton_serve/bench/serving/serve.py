@@ -22,12 +22,14 @@ from baton_serve.bench.serving import serve_options
 from baton_serve.bench.serving.datasets import (
     Arrivals,
     DatasetError,
+    RandomImages,
     RandomLengths,
     TextMeasure,
     custom_dataset,
     random_dataset,
     read_tokenizer,
     sharegpt_dataset,
+    with_images,
 )
 from baton_serve.bench.serving.load_client import BenchTarget, connect, drive, first_model, wait_until_ready
 from baton_serve.bench.serving.serve_report import ServeMeasures, measure, result_fields, rows, text
@@ -85,6 +87,10 @@ def make_requests(options: argparse.Namespace) -> list[BenchRequest]:
             range_ratio=options.random_range_ratio,
         )
         found = random_dataset(count, lengths, _text_measure(options), seed)
+    if options.dataset_name == "random-mm":
+        ratio = options.random_mm_num_mm_items_range_ratio
+        sizes = options.random_mm_bucket_config
+        found = with_images(found, RandomImages(options.random_mm_base_items_per_request, sizes, ratio), seed)
     arrivals = Arrivals(
         options.request_rate,
         options.burstiness,

@@ -1,6 +1,7 @@
 """The command line of `baton-bench serve`: the flags of `vllm bench serve`, checked."""
 
 import argparse
+import ast
 import json
 import math
 import os
@@ -8,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from baton_serve.bench.command_line import with_dashes
+from baton_serve.bench.serving.datasets import ImageSize
 from baton_serve.bench.serving.load_client import ENDPOINTS
 
-DATASETS = ("random", "sharegpt", "custom", "trace")
-ABSENT_DATASETS = ("sonnet", "hf", "burstgpt", "random-mm", "prefix_repetition", "spec_bench", "timed_trace")
-"""Data sets of vLLM that need files of its repository, the hub, or images."""
+DATASETS = ("random", "random-mm", "sharegpt", "custom", "trace")
+GENERATED = ("random", "random-mm")
+"""Data sets without a file."""
+ABSENT_DATASETS = ("sonnet", "hf", "burstgpt", "prefix_repetition", "spec_bench", "timed_trace")
+"""Data sets of vLLM that need files of its repository or the hub."""
 METRICS = ("ttft", "tpot", "itl", "e2el")
 SAMPLING = ("top_p", "top_k", "min_p", "temperature", "frequency_penalty", "presence_penalty", "repetition_penalty")
 
@@ -68,6 +72,21 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--random-prefix-len", type=int, default=0, help="tokens that all random prompts begin with")
     group.add_argument(
         "--random-range-ratio", type=float, default=0.0, help="variation of the lengths: 0.1 means ±10 %%"
+    )
+    group.add_argument(
+        "--random-mm-base-items-per-request", type=int, default=1, help="images of each request of random-mm"
+    )
+    group.add_argument(
+        "--random-mm-num-mm-items-range-ratio",
+        type=float,
+        default=0.0,
+        help="variation of that number: 0.1 means ±10 %%",
+    )
+    group.add_argument(
+        "--random-mm-bucket-config",
+        type=_image_sizes,
+        default="{(256, 256, 1): 0.5, (720, 1280, 1): 0.5}",
+        help="sizes of images and their shares, {(height, width, 1): share}",
     )
     group.add_argument("--sharegpt-output-len", type=int, help="output tokens (default: as long as the answer)")
     group.add_argument("--custom-output-len", type=int, default=256, help="output tokens; -1: those of the file")
@@ -144,7 +163,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     if options.output_len is not None:
         options.random_output_len = options.custom_output_len = options.sharegpt_output_len = options.output_len
     # As in vLLM: answers to random prompts could end anywhere.
-    options.ignore_eos = options.ignore_eos or options.dataset_name == "random"
+    options.ignore_eos = options.ignore_eos or options.dataset_name in GENERATED
     if options.percentile_metrics is None:
         options.percentile_metrics = ("e2el",) if options.backend == "openai-embeddings" else ("ttft", "tpot", "itl")
     return options
@@ -161,9 +180,11 @@ def _wrong_dataset(options: argparse.Namespace) -> str | None:
         return f"--dataset-name {name} is not available; convert it to JSON lines with `prompt` and use custom"
     if name not in DATASETS:
         return f"--dataset-name {name} is unknown; choose from {', '.join(DATASETS)}"
-    if name == "random" and path is not None:
-        return "--dataset-name random has no file: leave out --dataset-path, or name the data set"
-    if name != "random" and path is None:
+    if name in GENERATED and path is not None:
+        return f"--dataset-name {name} has no file: leave out --dataset-path, or name the data set"
+    if name == "random-mm" and options.backend != "openai-chat":
+        return "--dataset-name random-mm sends images in chats: add --backend openai-chat"
+    if name not in GENERATED and path is None:
         return f"--dataset-name {name} needs --dataset-path"
     return None if options.num_prompts > 0 else "--num-prompts must be at least 1"
 
@@ -209,6 +230,19 @@ def _json_object(text: str) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object")
     return found
+
+
+def _image_sizes(text: str) -> tuple[ImageSize, ...]:
+    try:
+        found = ast.literal_eval(text)
+        used = {size: share for size, share in found.items() if share}
+        sizes = tuple(ImageSize(int(height), int(width), float(share)) for (height, width, _), share in used.items())
+        are_images = all(frames == 1 for _, _, frames in used)
+    except (ValueError, SyntaxError, TypeError, AttributeError) as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} has not the form {{(256, 256, 1): 0.5, …}}") from exc
+    if not sizes or not are_images or not all(min(size) > 0 for size in sizes):
+        raise argparse.ArgumentTypeError(f"{text!r} must name images (1 frame) with sizes and shares above 0")
+    return sizes
 
 
 def _metrics(text: str) -> tuple[str, ...]:

@@ -19,6 +19,8 @@ class BenchRequest:
     at_s: float
     prompt: str | list[int]
     max_tokens: int
+    images: tuple[bytes, ...] = ()
+    """JPEG files that a chat shows behind the text."""
 
 
 def random_prompt(rng: random.Random, tokens: int) -> str:

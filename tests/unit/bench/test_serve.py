@@ -1,11 +1,14 @@
 """`baton-bench serve`: the flags of `vllm bench serve`, its report and its result file, against a fake server."""
 
+import base64
 import json
 from collections import Counter
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from baton_serve.bench.offline import accuracy
 from baton_serve.bench.serving import serve_options
@@ -37,6 +40,9 @@ def test_the_commands_of_intels_documents_are_parsed() -> None:
         (["--dataset-name", "alpaca"], "alpaca is unknown; choose from random"),
         (["--dataset-name", "sharegpt"], "needs --dataset-path"),
         (["--dataset-path", "x.json"], "random has no file"),
+        (["--dataset-name", "random-mm"], "add --backend openai-chat"),
+        (["--random-mm-bucket-config", "{(9, 9, 16): 1}"], "must name images (1 frame)"),
+        (["--random-mm-bucket-config", "{(9, 9): 1}"], "has not the form"),
         (["--endpoint", "/v1/completions", "--backend", "openai-chat"], "does not fit --backend openai-chat"),
         (["--goodput", "itl:5"], "choose ttft, tpot or e2el"),
         (["--goodput", "ttft"], "METRIC:MILLISECONDS"),
@@ -99,6 +105,24 @@ def test_each_request_has_what_the_flags_say(capsys: pytest.CaptureFixture[str])
     assert Counter(body["model"] for body in bodies) == {"first": 3, "second": 3}
     assert sorted(head["x-request-id"] for head in heads) == [f"r-{number}" for number in range(6)]
     assert all(head["authorization"] == "Bearer secret" and head["x-a"] == "b" for head in heads)
+
+
+def test_chats_show_images_of_the_sizes_and_numbers_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is another one, so that no cache has it."""
+    flags = ["--dataset-name", "random-mm", "--random-mm-base-items-per-request", "3"]
+    flags += ["--random-mm-bucket-config", "{(48, 64, 1): 1.0, (9, 9, 16): 0}"]
+    with serving() as server:
+        run(["--base-url", server.url, "--backend", "openai-chat", *SHORT, *flags])
+    assert "Mean TPOT (ms):" in capsys.readouterr().out
+    shown: list[str] = []
+    for body in server.load():
+        (message,) = body["messages"]
+        assert [part["type"] for part in message["content"]] == ["text", *["image_url"] * 3]
+        assert body["ignore_eos"] is True
+        shown += [part["image_url"]["url"] for part in message["content"][1:]]
+    assert len(set(shown)) == len(shown) == 18
+    with Image.open(BytesIO(base64.b64decode(shown[0].removeprefix("data:image/jpeg;base64,")))) as image:
+        assert (image.width, image.height, image.format) == (64, 48, "JPEG")
 
 
 def test_embeddings_have_only_the_latency_of_whole_requests(capsys: pytest.CaptureFixture[str]) -> None:
