@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 
 from baton_serve.contracts.instance import Role
+from tests.e2e.breaking import Breaking
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
 from tests.e2e.test_images import body_of, tokens_of
 from tests.images import data_url, picture
-from tests.sound_families import FAMILIES, WINDOW_S, Samples, SoundReference, write_sound_model
+from tests.sound_families import FAMILIES, WINDOW_S, Samples, SoundFamily, SoundReference, write_sound_model
 from tests.speech import tones, wav
 from tests.tiny_models import write_tiny_model
 
@@ -55,6 +57,24 @@ def messages_of(content: Content) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [part_of(piece, number) for number, piece in enumerate(content)]}]
 
 
+def wanted(
+    folder: Path, family: SoundFamily, chats: Sequence[Content], count: int
+) -> list[tuple[list[int], list[int]]]:
+    """Return transformers' prompts and answers of `count` tokens."""
+    reference = SoundReference(folder, family)
+    found = []
+    for content in chats:
+        sounds = [piece for piece in content if not isinstance(piece, str | bytes)]
+        images = [piece for piece in content if isinstance(piece, bytes)]
+        text = "".join(
+            piece if isinstance(piece, str) else family.image if isinstance(piece, bytes) else family.audio
+            for piece in content
+        )
+        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
+        found.append(reference.answer(text, sounds, count, images))
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "roles"),
     [
@@ -81,20 +101,42 @@ def test_chats_equal_transformers(name: str, roles: tuple[Role, ...], tmp_path: 
             return found
 
     answers = asyncio.run(ask())
-    reference = SoundReference(tmp_path, family)
-    for content, (answer, prompt) in zip(chats, answers, strict=True):
-        sounds = [piece for piece in content if not isinstance(piece, str | bytes)]
-        images = [piece for piece in content if isinstance(piece, bytes)]
-        text = "".join(
-            piece if isinstance(piece, str) else family.image if isinstance(piece, bytes) else family.audio
-            for piece in content
-        )
-        text = f"<|im_start|>user\n{text}<|im_end|>\n<|im_start|>assistant\n"
-        assert (prompt, tokens_of(answer)) == reference.answer(text, sounds, COUNT, images)
+    found = [(prompt, tokens_of(answer)) for answer, prompt in answers]
+    assert found == wanted(tmp_path, family, chats, COUNT)
     decisions = {answer["baton"]["decision"] for answer, _ in answers}
     assert decisions == ({"unified"} if len(roles) == 1 else {"disaggregated"})
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer, _ in answers]
     assert cached[1] < cached[3]
+
+
+@pytest.mark.parametrize(
+    ("name", "disturbed"),
+    [
+        ("qwen2_audio", {"wrap": Breaking, "retry_budget": 1000.0}),
+        ("qwen2_5_omni", {"wrap": Breaking, "retry_budget": 1000.0}),
+        ("qwen2_audio", {"instance": {"num_gpu_blocks_override": 14, "max_model_len": 192}}),
+    ],
+    ids=["broken audio", "broken omni", "preempted"],
+)
+def test_disturbed_streams_equal_undisturbed_ones(name: str, disturbed: dict[str, Any], tmp_path: Path) -> None:
+    """Prefill breaks each request before a block has left, and decode in the middle of its answer. Or decode has too
+    few blocks, and cannot compute those of audio again."""
+    family, count = FAMILIES[name], 60
+    write_sound_model(tmp_path, family)
+    chats = CHATS[:2] + (OMNI if family.image else [[tones(number, 1.03), "And this?"] for number in (5, 6)])
+    patient: dict[str, Any] = {"retry_budget": 1.0, "max_replays": 50, **disturbed}
+
+    async def ask() -> tuple[list[list[int]], str]:
+        async with asyncio.timeout(90), served(tmp_path, transport="zeromq", **patient) as client:
+            await until_ready(client)
+            bodies = [{**body_of([], max_tokens=count), "messages": messages_of(content)} for content in chats]
+            asked = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for body in bodies))
+            return [tokens_of(answer.json()) for answer in asked], (await client.get("/metrics")).text
+
+    answers, metrics = asyncio.run(ask())
+    assert answers == [tokens for _, tokens in wanted(tmp_path, family, chats, count)]
+    (replays,) = (line.split()[-1] for line in metrics.splitlines() if line.startswith("baton:replays_total{"))
+    assert float(replays) >= (2 * len(chats) if "wrap" in disturbed else 1)
 
 
 def test_what_cannot_be_heard_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from baton_serve.audio_samples import cuts, resampled
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
+from tests.e2e.breaking import Breaking
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
 from tests.speech import (
@@ -212,6 +213,26 @@ def test_preempted_sequences_read_their_audio_again(whisper: Path, reference: Re
 
     expected = [text_of(whisper, reference.answer(tones(number), count)).strip() for number in range(4)]
     assert [one["text"] for one in asyncio.run(run())] == expected
+
+
+def test_transcriptions_go_on_when_prefill_and_decode_break(whisper: Path, reference: Reference) -> None:
+    """Prefill breaks each request before a block has left, and decode in the middle of its answer."""
+    count = 40
+
+    async def run() -> tuple[list[dict[str, Any]], str]:
+        breaking: dict[str, Any] = {"wrap": Breaking, "retry_budget": 1000.0, "max_replays": 50}
+        async with asyncio.timeout(90), served(whisper, transport="zeromq", **breaking) as client:
+            await until_ready(client)
+            files = [wav(tones(number)) for number in range(3)]
+            options = {"max_completion_tokens": str(count)}
+            asked = await asyncio.gather(*(ask(client, file, **options) for file in files))
+            return list(asked), (await client.get("/metrics")).text
+
+    answers, metrics = asyncio.run(run())
+    expected = [text_of(whisper, reference.answer(tones(number), count)).strip() for number in range(3)]
+    assert [one["text"] for one in answers] == expected
+    (replays,) = (line.split()[-1] for line in metrics.splitlines() if line.startswith("baton:replays_total{"))
+    assert float(replays) >= 2 * len(answers)
 
 
 def test_what_cannot_be_served_is_refused(whisper: Path) -> None:
