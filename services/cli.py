@@ -19,7 +19,7 @@ COMMANDS = {
     "prefill": "run a prefill worker: it computes prompts and hands off their KV blocks",
     "decode": "run a decode worker: it receives KV blocks and generates tokens",
     "unified": "run a worker that does both, without a handoff",
-    "encode": "run an encode worker: it encodes images for prefill and unified workers",
+    "encode": "run an encode worker: it encodes images, videos and audio for prefill and unified workers",
     "chat": "chat in the terminal, with a running server or with a model",
     "complete": "the same with completions of texts",
     "run-batch": "answer the requests of a file (OpenAI's batch format)",

@@ -4,8 +4,9 @@ An image is the file that the client sent, not its decoded pixels: equal bytes g
 blocks or decode get the positions and hashes without the files.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from hashlib import sha256
+from itertools import takewhile
 from struct import pack, unpack
 from typing import Annotated, Any, Literal
 
@@ -79,17 +80,6 @@ class MediaSpan(msgspec.Struct, frozen=True, array_like=True):
     def end(self) -> int:
         """Return the position in the prompt after the last token of this image."""
         return self.start + self.length
-
-
-class EmbeddingShape(msgspec.Struct, frozen=True, array_like=True):
-    """Describes the embeddings of an image that an encode instance sends: their number, and the size of the file in
-    pixels, from which the receiver checks the prompt.
-    """
-
-    digest: Digest
-    num_rows: Annotated[int, Meta(ge=1)]
-    width: Annotated[int, Meta(ge=1)]
-    height: Annotated[int, Meta(ge=1)]
 
 
 Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
@@ -198,6 +188,14 @@ def span_digests(digest: bytes, count: int) -> list[bytes]:
     return (
         [digest] if count == 1 else [sha256(digest + number.to_bytes(4, "little")).digest() for number in range(count)]
     )
+
+
+def spans_of_file(digest: bytes, present: Collection[bytes]) -> list[bytes]:
+    """Return the digests of the spans of the file with this digest. `present` are those of all spans of its prompt."""
+    if digest in present:
+        return [digest]
+    counted = (sha256(digest + number.to_bytes(4, "little")).digest() for number in range(MAX_IMAGES))
+    return list(takewhile(present.__contains__, counted))
 
 
 def source_span(digest: bytes) -> MediaSpan:

@@ -14,7 +14,7 @@ from baton_serve.contracts.events import Tier
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import Digests, Images, Spans
+from baton_serve.contracts.media import MAX_IMAGES, Digests, Images, Spans
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.sampling import SamplingSpec
 
@@ -134,12 +134,14 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 
 
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
-    """Encode image files, or take their embeddings from the cache, and hand them to `ticket.sink`, in blocks with the
-    hashes of `contracts.block_hash.embedding_hashes`. It has no answer: the sink reports what does not arrive.
+    """Encode files of images, videos and audio, or take their embeddings from the cache, and hand them to
+    `ticket.sink`, in blocks with the hashes of `contracts.block_hash.embedding_hashes`. It has no answer: the sink
+    reports what does not arrive. `spans` has, for each file, the digests of its spans in the prompt.
     """
 
     ticket: Ticket
     images: Images
+    spans: Annotated[list[Digests], msgspec.Meta(max_length=MAX_IMAGES)]
 
 
 class Pool(msgspec.Struct, frozen=True, tag="pool", kw_only=True):

@@ -1,6 +1,6 @@
-"""Entry point of `baton encode`: reads the settings and runs an instance that only encodes images.
+"""Entry point of `baton encode`: reads the settings and runs an instance that only encodes images, videos and audio.
 
-`services.instance.encoding_server` serves it. It loads the vision tower of a model, and not its decoder.
+`services.instance.encoding_server` serves it. It loads the encoders of a model, and not its decoder.
 """
 
 import sys
@@ -20,7 +20,7 @@ def main(argv: list[str]) -> None:
         environ,
         prefix="BATON__ENCODE__",
         program="baton encode",
-        description="Runs an encode instance: encodes images for prefill and unified instances of the same model.",
+        description="Runs an encode instance: encodes images, videos and audio for other instances of the same model.",
     )
     settings = with_local_model(loaded.settings, environ, "encode")
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.

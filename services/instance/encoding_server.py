@@ -1,19 +1,18 @@
-"""Serves an encode instance: encodes images for prefill and unified instances, which fetch the embeddings as blocks.
+"""Serves an encode instance: encodes images, videos and audio for instances that compute prompts, which fetch blocks.
 
 A router sends `Encode` to this instance and the prompt to another one at the same time, with the same ticket. That
-instance fetches the blocks; if they do not come, it encodes the images itself. So nothing is answered to the router.
+instance fetches the blocks; if they do not come, it encodes the files itself. So nothing is answered to the router.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import msgspec
 
 from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.instance import Load
-from baton_serve.contracts.media import EmbeddingShape, digest_of
 from baton_serve.contracts.messages import (
     Decode,
     Encode,
@@ -29,6 +28,8 @@ from baton_serve.contracts.messages import (
     Ticket,
     ToInstance,
 )
+from baton_serve.contracts.vision.media_text import EmbeddingShape
+from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.placeholders import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.rpc.links import RouterId
@@ -130,7 +131,8 @@ class EncodingServer(DrainableServer):
             logger.debug("cannot serve ticket %s: %s", ticket.ticket, exc)
             return
         refused = self._refused(ticket.request_id)
-        if refused is not None or ticket.source_layout != self._reader.embedding_layout:
+        is_whole = len(message.spans) == len(message.images)
+        if refused is not None or not is_whole or ticket.source_layout != self._reader.embedding_layout:
             reason = "this instance computes other embeddings" if refused is None else refused.message
             self._transfer.fail(ticket.ticket, reason)
             return
@@ -149,7 +151,7 @@ class EncodingServer(DrainableServer):
         ticket, name = message.ticket, message.ticket.ticket
         inner = RequestId(f"encode:{name}")
         released = asyncio.ensure_future(self._transfer.released(name))
-        encoding = asyncio.ensure_future(self._encode(inner, ticket, message.images))
+        encoding = asyncio.ensure_future(self._encode(inner, message))
         try:
             # The other instance may give up first, for example because its client has gone.
             await asyncio.wait([encoding, released], return_when=asyncio.FIRST_COMPLETED)
@@ -164,20 +166,20 @@ class EncodingServer(DrainableServer):
             encoding.cancel()
             await await_uncancelled(self._release(inner, name, released, encoding))
 
-    async def _encode(self, inner: RequestId, ticket: Ticket, images: Sequence[bytes]) -> list[EmbeddingShape]:
+    async def _encode(self, inner: RequestId, message: Encode) -> list[EmbeddingShape]:
         """Compute the embeddings that are not cached, publish all, and return their shapes."""
-        # Hashing takes milliseconds for each megabyte: on the loop it would delay all other requests.
-        files = await asyncio.to_thread(lambda: {digest_of(image): image for image in images})
+        ticket = message.ticket
+        files = {digest: file for file, own in zip(message.images, message.spans, strict=True) for digest in own}
         lacking = await self._engine.call(lambda engine: engine.claim(inner, ticket.source_root, list(files)))
         if lacking:
-            await self._compute(inner, [files[digest] for digest in lacking])
+            await self._compute(inner, {digest: files[digest] for digest in lacking})
         found = await self._engine.call(lambda engine: engine.blocks_of(inner))
         for _, blocks in found:
             self._transfer.publish(ticket.ticket, blocks)
         return [shape for shape, _ in found]
 
-    async def _compute(self, inner: RequestId, images: Sequence[bytes]) -> None:
-        """Decode images in a worker thread, and wait until the engine has encoded them."""
+    async def _compute(self, inner: RequestId, lacking: Mapping[bytes, bytes]) -> None:
+        """Decode files in a worker thread, and wait until the engine has encoded their spans `lacking`, by digest."""
         held = self._held[inner] = asyncio.get_running_loop().create_future()
         self._num_queued += 1
         try:
@@ -185,7 +187,11 @@ class EncodingServer(DrainableServer):
         finally:
             self._num_queued -= 1
         try:
-            pixels = await asyncio.to_thread(self._reader.read, images)
+            # Each file once: a video may have many spans.
+            read = await asyncio.to_thread(self._reader.read, list(dict.fromkeys(lacking.values())))
+            if not lacking.keys() <= read.keys():
+                raise RequestError("invalid", "a file does not have the digest by which it was sent")
+            pixels = {digest: read[digest] for digest in lacking}
             await self._engine.call(lambda engine: engine.add(inner, pixels))
             await held
         finally:
@@ -207,7 +213,7 @@ class EncodingServer(DrainableServer):
         self._engine.post(lambda engine: engine.release(inner))
 
     def _refuse(self, router: RouterId, request_id: RequestId) -> None:
-        text = "an encode instance encodes images only: it computes no prompts"
+        text = "an encode instance encodes files only: it computes no prompts"
         self._router.send(router, Failed(request_id=request_id, code="invalid", message=text))
 
     def _send_snapshot(self, router: RouterId, names: list[BlockHash]) -> None:

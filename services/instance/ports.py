@@ -12,9 +12,9 @@ from baton_serve.contracts.events import BlockEvent
 from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import EmbeddingShape
 from baton_serve.contracts.messages import Ticket, ToRouter, Work
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation

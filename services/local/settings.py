@@ -44,7 +44,7 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
     ] = 1
     unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
     encode: Annotated[
-        Count, Meta(description="number of encode workers, which only encode images for prefill and unified workers")
+        Count, Meta(description="number of encode workers, which only encode images, videos and audio for others")
     ] = 0
     data_parallel_size: Annotated[
         int,

@@ -1,8 +1,11 @@
-"""Images through an encode pool: the same tokens, each image encoded once, and no request lost with an instance."""
+"""Images, videos and audio through an encode pool: the same tokens, each file encoded once, and no request lost with an
+instance.
+"""
 
 import asyncio
 import os
 import signal
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,12 +15,16 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton_serve.contracts.instance import Role
+from tests.e2e import test_sounds, test_videos
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
 from tests.e2e.test_grid_images import COUNT, pieces_of, write_model
 from tests.e2e.test_images import Content, body_of, chat, tokens_of
+from tests.engine.test_videos import SETTINGS
 from tests.images import Reference, picture
+from tests.sound_families import FAMILIES, write_sound_model
+from tests.videos import video, video_url
 
 pytestmark = pytest.mark.slow
 
@@ -84,6 +91,81 @@ def test_tokens_equal_transformers_and_each_image_is_encoded_once(
     answers = asyncio.run(ask())
     assert [tokens_of(answer) for answer in answers] == wanted
     assert {answer["baton"]["decision"] for answer in answers} == {"disaggregated" if len(pools) == 2 else "unified"}
+
+
+def video_bodies() -> list[dict[str, Any]]:
+    """Two videos, the first of them twice, behind other texts."""
+    found = []
+    for text, number in (("Look: ", 1), ("And now look: ", 2), ("Once more, ", 1)):
+        shown = {"type": "video_url", "video_url": {"url": video_url(video(number))}}
+        content = [{"type": "text", "text": text}, shown, {"type": "text", "text": " What happens?"}]
+        found.append({**body_of([], max_tokens=COUNT), "messages": [{"role": "user", "content": content}]})
+    return [body | {"mm_processor_kwargs": SETTINGS} for body in found]
+
+
+def sound_bodies() -> list[dict[str, Any]]:
+    """Three audios, the first of them in three prompts, behind other texts in the last two."""
+    short, other, long = test_sounds.SHORT, test_sounds.OTHER, test_sounds.LONG
+    chats: list[test_sounds.Content] = [
+        [short, "What is it?"],
+        ["Compare ", long, " with ", short, " and ", other, "."],
+        ["And this? ", short],
+    ]
+    return [{**body_of([], max_tokens=COUNT), "messages": test_sounds.messages_of(content)} for content in chats]
+
+
+async def answers_of(
+    model: Path, bodies: Sequence[dict[str, Any]], transport: str, roles: Sequence[Role]
+) -> tuple[list[list[int]], dict[str, float], dict[str, float]]:
+    """Return the tokens of the answers, the counts of the encode instance, and those of the first other instance."""
+    small = {"max_model_len": 600, "embedding_cache_gb": 0.01}
+    found, encoded, fetched = [], dict[str, float](), dict[str, float]()
+    async with asyncio.timeout(90), served(model, transport=transport, roles=roles, instance=small) as client:
+        await until_ready(client, len(roles))
+        for body in bodies:
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            found.append(tokens_of(answer.json()))
+        if "encode" in roles:
+            encoded = await counts_of(client, "encode", "baton:encoded_images_total")
+            fetched = await counts_of(client, roles[0], "baton:image_embeddings_total")
+    return found, encoded, fetched
+
+
+@pytest.mark.parametrize(
+    ("kind", "transport", "pools"),
+    [("qwen2_5_vl", "zeromq", ["prefill", "decode"]), ("qwen3_vl", "zeromq", ["prefill", "decode"])],
+)
+def test_videos_are_encoded_once_and_answered_as_without_a_pool(
+    kind: str, transport: str, pools: list[Role], tmp_path: Path
+) -> None:
+    """The embeddings of a video have one name, or one for each group of frames that has a place of its own."""
+    pytest.importorskip("av")
+    test_videos.write_model(kind, tmp_path)
+    alone, _, _ = asyncio.run(answers_of(tmp_path, video_bodies(), transport, pools))
+    pooled, encoded, fetched = asyncio.run(answers_of(tmp_path, video_bodies(), transport, [*pools, "encode"]))
+    assert pooled == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
+    spans = encoded["computed"] / 2
+    assert spans == 1 if kind == "qwen2_5_vl" else spans > 1
+    assert encoded == {"computed": 2 * spans, "cached": spans, "damaged": 0.0}
+    assert fetched == {"fetched": 3 * spans, "missed": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "transport", "pools"),
+    [("qwen2_audio", "zeromq", ["prefill", "decode"]), ("voxtral", "usm", ["unified"])],
+)
+def test_audio_is_encoded_once_and_answered_as_without_a_pool(
+    name: str, transport: str, pools: list[Role], tmp_path: Path
+) -> None:
+    write_sound_model(tmp_path, FAMILIES[name])
+    alone, _, _ = asyncio.run(answers_of(tmp_path, sound_bodies(), transport, pools))
+    pooled, encoded, fetched = asyncio.run(answers_of(tmp_path, sound_bodies(), transport, [*pools, "encode"]))
+    assert pooled == alone
+    assert len({tuple(tokens) for tokens in alone}) > 1
+    assert encoded == {"computed": 3.0, "cached": 2.0, "damaged": 0.0}
+    assert fetched == {"fetched": 5.0, "missed": 0.0}
 
 
 def test_prefill_encodes_when_the_encode_instance_dies(model: Path, wanted: list[list[int]]) -> None:

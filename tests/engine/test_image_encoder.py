@@ -1,5 +1,6 @@
 """The engine of an encode instance: embeddings give the same tokens, are shared, evicted and checked."""
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -146,6 +147,20 @@ def test_damaged_embeddings_are_computed_again(encoder: Make) -> None:
     assert isinstance(before, EncodedImage) and isinstance(after, EncodedImage)
     assert torch.equal(before.features, after.features)
     assert (counts.num_computed, counts.num_damaged) == (2, 1)
+
+
+def test_its_dtype_is_that_of_instances_that_compute_prompts(tmp_path: Path) -> None:
+    """Configs may state it for the whole model alone. Embeddings of another dtype would never be asked for."""
+    config = json.loads((write_tiny_llava(tmp_path) / "config.json").read_text())
+    for part in (config["text_config"], config["vision_config"]):
+        part.pop("dtype", None)
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    alone = EngineConfig(model=str(tmp_path), device="cpu")
+    engine = ImageEncoder(alone, lambda layout: HostMemory(2, layout.block_bytes), observer=Observer())
+    with make_engine(tmp_path, reads_images=True, dtype="auto") as prefill:
+        assert prefill.image_reader is not None
+        assert prefill.image_reader.embedding_layout == engine.layout
+    engine.close()
 
 
 def test_a_model_without_a_tower_is_refused(tmp_path: Path) -> None:

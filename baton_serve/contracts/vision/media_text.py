@@ -1,10 +1,12 @@
 """The texts and tokens that stand for one image or video in a prompt."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
-from baton_serve.contracts.media import TokenGrid
+from baton_serve.contracts.media import Digest, TokenGrid
 
 Parts = Sequence[str | int]
 """The text of one image in a prompt: texts, and numbers of image tokens in a row. Each image token is replaced by
@@ -28,6 +30,19 @@ class MediaText(msgspec.Struct, frozen=True, kw_only=True):
     grids: Sequence[TokenGrid | None] = (None,)
     """How the tokens lie in the image. A video with several grids has one for each run of `parts`, and then each run is
     a span of its own in the prompt."""
+
+
+class EmbeddingShape(msgspec.Struct, frozen=True, array_like=True):
+    """Describes the embeddings of a span that an encode instance sends: their number, and what the receiver checks the
+    prompt by. That is the size of an image in pixels, or the texts and tokens of anything else.
+    """
+
+    digest: Digest
+    num_rows: Annotated[int, Meta(ge=1)]
+    width: int
+    height: int
+    text: MediaText | None = None
+    """None: the texts and tokens follow from the size."""
 
 
 def num_embeddings(parts: Parts) -> int:

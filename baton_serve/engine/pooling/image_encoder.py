@@ -18,15 +18,16 @@ from torch import Tensor
 from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import EmbeddingShape
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import UnfitImageError, num_embeddings
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.vision.decoder import decoder_config
 from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
 from baton_serve.engine.model.vision.tower import VisionTower, load_tower
 from baton_serve.engine.model_folder import max_model_len_of, read_config
@@ -218,7 +219,8 @@ class ImageEncoder:
     def _rows_of(self, image: DecodedImage) -> int:
         """Return the number of embeddings of an image. Raises `RequestError` if the model cannot read it."""
         try:
-            return num_embeddings(self._tower.family.parts(width=image.width, height=image.height))
+            text = image.text or self._tower.family.text_of(width=image.width, height=image.height)
+            return num_embeddings(text.parts)
         except UnfitImageError as exc:
             raise RequestError("invalid", str(exc)) from exc
 
@@ -263,7 +265,7 @@ class ImageEncoder:
             result.failed.append(FailedRequest(request_id, "the device ran out of memory"))
             return False
         self._write(blocks, features)
-        shape = EmbeddingShape(digest, num_rows, image.width, image.height)
+        shape = EmbeddingShape(digest, num_rows, image.width, image.height, image.text)
         known = self._known[names[0]] = _Embedding(shape, names, self._checksum(blocks, num_rows))
         request.owned.append((known, blocks))
         self._known.move_to_end(names[0])
@@ -330,8 +332,8 @@ def _load(config: EngineConfig, target: torch.device) -> tuple[VisionTower, KVLa
             "an encode instance runs on one device: remove tensor_parallel_size and pipeline_parallel_size, and start"
             " more instances instead"
         )
-    hf_config = read_config(model_folder(config.model), config)
-    text = hf_config.get_text_config()
+    # The dtype must be that of the instances that compute prompts, which follows from their decoder's config.
+    text = decoder_config(read_config(model_folder(config.model), config))
     dtype = device.select_dtype(target, config.dtype, getattr(text, "dtype", None))
     tower = load_tower(config, target, dtype)
     if tower is None or tower.reader.embedding_layout is None:

@@ -18,8 +18,9 @@ import torch
 from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import EmbeddingShape, MediaSpan, digest_of
+from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.device import DTYPES
 from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 from baton_serve.engine.model.vision.placeholders import NO_PIXELS, EncodedImage, ImageReader, Pixels
@@ -173,7 +174,8 @@ class EmbeddingFetcher:
             wanted = names.get(shape.digest, ())[: -(-shape.num_rows // self._layout.block_tokens)]
             blocks = [places[name] for name in wanted if name in places]
             if len(blocks) * self._layout.block_tokens >= shape.num_rows:
-                found[shape.digest] = EncodedImage(self._rows(blocks, shape.num_rows), shape.width, shape.height)
+                rows = self._rows(blocks, shape.num_rows)
+                found[shape.digest] = EncodedImage(rows, shape.width, shape.height, shape.text)
         return found
 
     def _rows(self, blocks: Sequence[int], num_rows: int) -> torch.Tensor:
@@ -215,9 +217,14 @@ class PromptImageSource:
         if message.embeddings and self._fetcher is not None:
             fetched = await self._fetcher.fetch(request, message.embeddings)
 
-        def decode() -> Pixels:
+        spans = {span.digest for span in request.work.media}
+
+        def has_come(file: bytes) -> bool:
             # Hashing again costs less than decoding, and nothing says which file has which digest.
-            return kept.read(root, (file for file in files if not fetched or digest_of(file) not in fetched))
+            return bool(fetched) and fetched.keys() >= set(spans_of_file(digest_of(file), spans))
+
+        def decode() -> Pixels:
+            return kept.read(root, (file for file in files if not has_come(file)))
 
         # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
         return {**await asyncio.to_thread(decode), **fetched}

@@ -121,6 +121,7 @@ class GenerationStarter:
                 token_ids=prompt.token_ids,
                 media=prompt.media,
                 images=prompt.images,
+                files=prompt.files,
                 source_tokens=prompt.source_tokens,
                 sampling=with_ranking_logprobs(
                     sampling_params(request, len(prompt.token_ids), rules, tokens, limits), size

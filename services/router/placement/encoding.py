@@ -1,7 +1,7 @@
-"""Chooses the encode instances that encode the images of a prompt. Pure.
+"""Chooses the encode instances that encode the images, videos and audio of a prompt. Pure.
 
-An image goes to the instance that has its embeddings, or else to the one with the fewest images to encode. Images whose
-KV is cached where the prompt is computed are not encoded at all.
+A file goes to the instance that has its embeddings, or else to the one with the fewest images to encode. Files whose KV
+is cached where the prompt is computed are not encoded at all.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,24 +32,33 @@ class Encoder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def assign_images(
-    media: Sequence[MediaSpan], encoders: Sequence[Encoder], layout: KVLayout | None, *, cached_tokens: int
+    media: Sequence[MediaSpan],
+    files: Sequence[Sequence[bytes]],
+    encoders: Sequence[Encoder],
+    layout: KVLayout | None,
+    *,
+    cached_tokens: int,
 ) -> Mapping[InstanceId, tuple[bytes, ...]]:
-    """Return which instance encodes which images, by digest. The first `cached_tokens` tokens need no embeddings.
+    """Return which instance encodes which spans, by digest. `files` has the digests of each file's spans, of which all
+    or none are encoded. The first `cached_tokens` tokens need no embeddings.
 
-    Images are left out, and so encoded with the prompt, if no instance computes embeddings of this layout, or if all
+    Files are left out, and so encoded with the prompt, if no instance computes embeddings of this layout, or if all
     are too busy.
     """
     fitting = [encoder for encoder in encoders if encoder.layout == layout]
     idle = [encoder for encoder in fitting if encoder.queue_s <= MAX_QUEUE_S]
     queued = {encoder.instance: encoder.queued_images for encoder in fitting}
     found: dict[InstanceId, list[bytes]] = {}
-    for digest in dict.fromkeys(span.digest for span in media if span.end > cached_tokens):
-        holders = [encoder for encoder in fitting if digest in encoder.held]
+    needed = {span.digest for span in media if span.end > cached_tokens}
+    for digests in files:
+        if needed.isdisjoint(digests):
+            continue
+        holders = [encoder for encoder in fitting if encoder.held.issuperset(digests)]
         if not (holders or idle):
             continue
         # Ties go by id, so that equal inputs give equal placements.
         chosen = min(holders or idle, key=lambda one: (queued[one.instance], one.instance)).instance
         # Nobody waits for embeddings that are taken from the cache.
-        queued[chosen] += not holders
-        found.setdefault(chosen, []).append(digest)
+        queued[chosen] += 0 if holders else len(digests)
+        found.setdefault(chosen, []).extend(digests)
     return {instance: tuple(digests) for instance, digests in found.items()}

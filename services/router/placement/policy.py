@@ -91,7 +91,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     has_images: bool = False
     """The prompt has images, so a decode instance cannot compute it: it has no vision tower."""
     media: Sequence[MediaSpan] = ()
-    """The images that an encode instance could encode."""
+    files: Sequence[Sequence[bytes]] = ()
+    """The digests of the spans of each file that an encode instance could encode."""
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
@@ -309,7 +310,7 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         final = best.final_worker
         # Blocks that are only expected there do not exist yet, so they save no encoding.
         cached_tokens, layout = final.held_tokens, final.embedding_layout
-        encoding = assign_images(demand.media, cluster.encoders, layout, cached_tokens=cached_tokens)
+        encoding = assign_images(demand.media, demand.files, cluster.encoders, layout, cached_tokens=cached_tokens)
         best = msgspec.structs.replace(best, encoding=encoding)
     is_miss = _misses_handoff(best, demand, policy, candidates, groups)
     return msgspec.structs.replace(best, misses_handoff=True) if is_miss else best

@@ -133,7 +133,7 @@ class Attempt(msgspec.Struct, eq=False):
                 prepared.append(self.decode.prepare(Decode(_with_root_of(work, block_hashes, self.decode), ticket)))
         self._assign(placement, len(work.token_ids))
         for encoding in encodings:
-            encoding.worker.unreported_images += len(encoding.encode.images)
+            encoding.worker.unreported_images += len(encoding.fetch.digests)
             self.encoders.append(encoding.worker)
         for send in prepared:
             send()
@@ -275,14 +275,12 @@ def image_encodings(
     sink: WorkerState,
     block_hashes: PromptBlockHashes,
     *,
-    images: Sequence[bytes],
+    images: Mapping[tuple[bytes, ...], bytes],
     timeout_s: float,
 ) -> list[ImageEncoding]:
-    """Return the messages by which encode instances encode images for the worker `sink`. `encoding` has the digests of
-    the images of each instance; `images` are the files of the prompt, in the order in which it first shows them.
+    """Return the messages by which encode instances encode files for the worker `sink`. `encoding` has the digests of
+    the spans that each instance encodes; `images` are the files of the prompt by the digests of their spans.
     """
-    digests = dict.fromkeys(span.digest for span in block_hashes.media)
-    files = dict(zip(digests, images, strict=True))
     found: list[ImageEncoding] = []
     for worker, wanted in encoding.items():
         layout = worker.record.layout
@@ -291,7 +289,8 @@ def image_encodings(
             source_layout=layout,
             source_root=block_hashes.embedding_root(layout),
         )
-        encode = Encode(ticket, [files[digest] for digest in wanted])
+        own = [spans for spans in images if not set(wanted).isdisjoint(spans)]
+        encode = Encode(ticket, [images[spans] for spans in own], list(map(list, own)))
         found.append(ImageEncoding(worker, encode, FetchEmbeddings(ticket=ticket, digests=list(wanted))))
     return found
 

@@ -70,6 +70,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Positions and digests of the prompt's images."""
     images: Sequence[bytes] = ()
     """Files of the prompt's images, each of them once."""
+    files: Sequence[tuple[bytes, ...]] = ()
+    """For each file of `images`, the digests of its spans in `media`; empty for one that no encode instance reads."""
     source_tokens: int = 0
     """Positions of the prompt's source, which an encoder reads; 0 without one."""
     first_choice: int = 0

@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from baton_serve.contracts.audio import is_wav
 from baton_serve.contracts.block_hash import checkpoint_hash
 from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
 from baton_serve.contracts.layout import KVLayout
-from baton_serve.contracts.media import has_header
 from baton_serve.contracts.messages import ErrorCode, Work
 from baton_serve.contracts.wire import WireError
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -165,8 +163,8 @@ class RequestAttempts:
             itl_s=self._timing.slo.itl_s,
             ttft_s=self._timing.ttft_budget_s(self._clock()),
             has_images=bool(request.media),
-            # Encode instances know images alone, and read them without settings of a request.
-            media=() if any(has_header(file) or is_wav(file) for file in request.images) else request.media,
+            media=request.media,
+            files=request.files,
             has_source=request.source_tokens > 0,
         )
         view = self._cluster.view(
@@ -275,7 +273,7 @@ class RequestAttempts:
             {worker: digests for worker, digests in workers.items() if worker is not None},
             sink,
             block_hashes,
-            images=self._request.images,
+            images=dict(zip(self._request.files, self._request.images, strict=True)),
             timeout_s=min(self._policy.encode_timeout_s, timeout_s),
         )
 

@@ -11,8 +11,9 @@ import torch
 from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.layout import EMBEDDING_BLOCK_ROWS, embedding_layout
-from baton_serve.contracts.media import EmbeddingShape, MediaSpan, digest_of
+from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Ticket
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
 from baton_serve.kvtransfer import HostMemory, PeerLost, SourceFailed, TransferNode
 from baton_serve.services.common.rpc.links import RouterId

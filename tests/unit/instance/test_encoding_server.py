@@ -9,8 +9,9 @@ import pytest
 
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import embedding_layout
-from baton_serve.contracts.media import EmbeddingShape, digest_of
+from baton_serve.contracts.media import digest_of
 from baton_serve.contracts.messages import Encode, Failed, Generate, Heartbeat, LoadReport, Ticket
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.core.outputs import FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.placeholders import DecodedImage
@@ -61,7 +62,7 @@ class FakeReader:
     def read(self, images: Iterable[bytes]) -> dict[bytes, DecodedImage]:
         if b"broken" in images:
             raise RequestError("invalid", "an image cannot be read")
-        return {}
+        return {digest_of(file): DecodedImage({}, 10, 10) for file in images}
 
 
 class Served:
@@ -80,7 +81,7 @@ class Served:
     def encode(self, file: bytes = FILE, **changes: Any) -> None:
         values = {"source_layout": LAYOUT, "source_root": BlockHash(b"e" * 16), **changes}
         asked: Ticket = msgspec.structs.replace(ticket(), **values)
-        self.server.on_message(ROUTER, Encode(asked, [file]))
+        self.server.on_message(ROUTER, Encode(asked, [file], [[digest_of(file)]]))
 
     def step(self, **parts: Any) -> None:
         self.server.on_step_result(TimedStepResult(StepResult(**parts), at=1.0))

@@ -116,12 +116,14 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
 
 
 def _fingerprint(folder: Path, config: EngineConfig, family: ImageFamily, target: torch.device) -> str:
-    """Return the hash of everything that the embeddings of an image depend on: weights and image processor.
+    """Return the hash of everything that embeddings depend on beside their file: weights and the settings of
+    processors.
 
     It does not depend on what changes only the decoder, such as a quantization or a length: an encode instance does not
     load it.
     """
-    settings = [ModelFacts.of(folder).images, dict(family.processor_settings)]
+    facts = ModelFacts.of(folder)
+    settings = [facts.images, facts.videos, facts.sounds, dict(family.processor_settings)]
     variant = json.dumps(["embeddings", settings], sort_keys=True, default=str)
     if config.load_format == "dummy":
         found = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
@@ -206,7 +208,7 @@ def _quiet() -> Iterator[None]:
 
 def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:
     """Encode some images of different sizes, so that an image processor that does not fit the tower is found at load.
-    Return the width of their embeddings, or 0 if the model reads none of these images.
+    Return the width of embeddings, or 0 if the model reads none of these images and no audio.
 
     `text` is the decoder's config. Raises `ModelError` if encoding fails or the number of embeddings is wrong.
     """
@@ -223,19 +225,22 @@ def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:
         _check(encoded, wanted, folder, text)
         row_width = encoded.shape[1]
     _try_video(tower, folder, text)
-    _try_audio(tower, folder, text)
-    return row_width
+    return row_width or _try_audio(tower, folder, text)
 
 
-def _try_audio(tower: VisionTower, folder: Path, text: HfConfig) -> None:
-    """Encode a second of silence, if the model reads audio. Raises `ModelError`."""
+def _try_audio(tower: VisionTower, folder: Path, text: HfConfig) -> int:
+    """Encode a second of silence, and return the width of its embeddings; 0 if the model reads no audio. Raises
+    `ModelError`.
+    """
     if tower.reader.sounds is None or tower.family.audio is None:
-        return
+        return 0
     silence = np.zeros(tower.family.audio.rate_hz, dtype=np.float32)
     try:
         sound = tower.reader.sounds.sound_of(silence)
         assert sound.text is not None, "the text of an audio is known"
-        _check(tower.encode(sound), num_embeddings(sound.text.parts), folder, text)
+        encoded = tower.encode(sound)
+        _check(encoded, num_embeddings(sound.text.parts), folder, text)
+        return encoded.shape[1]
     except LOAD_ERRORS as exc:
         reason = first_line(exc)
         raise ModelError(f"the feature extractor in {folder} does not fit its audio encoder: {reason}") from exc

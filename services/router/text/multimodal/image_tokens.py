@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.contracts.media import MAX_IMAGES, Clip, MediaHeader, MediaSpan, VideoFile
+from baton_serve.contracts.media import MAX_IMAGES, Clip, MediaHeader, MediaSpan, VideoFile, span_digests
 from baton_serve.contracts.vision import (
     ImageFamily,
     MediaText,
@@ -35,6 +35,8 @@ class TokenizedPrompt(msgspec.Struct, frozen=True):
     token_ids: list[int]
     media: Sequence[MediaSpan] = ()
     images: Sequence[bytes] = ()
+    files: Sequence[tuple[bytes, ...]] = ()
+    """For each of `images`, the digests of its spans in `media`; empty for one that encode instances do not read."""
     source_tokens: int = 0
     """Positions of the source that an encoder reads with the prompt, to which no token corresponds; 0 without one."""
 
@@ -196,7 +198,12 @@ async def expand_image_tokens(
     spans = media_spans(where, media, [file.digest for file in files])
     if len(spans) > MAX_IMAGES:
         raise media_error(f"the images and the frames of videos are more than {MAX_IMAGES}", "video")
-    return TokenizedPrompt(found, spans, list({file.digest: file.data for file in files}.values()))
+    own: dict[bytes, tuple[bytes, ...]] = {}
+    for file, text in zip(files, media, strict=True):
+        # Embeddings of a client are encoded already.
+        own[file.digest] = () if file.embedded else tuple(span_digests(file.digest, len(text.grids)))
+    images = {file.digest: file.data for file in files}
+    return TokenizedPrompt(found, spans, list(images.values()), list(own.values()))
 
 
 async def lone_image(places: ImagePlaces, image_limits: ImageLimits, reservation: ImageReservation) -> TokenizedPrompt:
