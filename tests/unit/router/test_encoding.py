@@ -46,7 +46,7 @@ def test_embeddings_of_other_weights_are_of_no_use() -> None:
 
 
 def test_the_spans_of_a_video_go_to_one_instance_and_files_without_spans_to_none() -> None:
-    """Whoever decodes the video for one of its spans has all of them."""
+    """An instance that decodes a video for one of its spans has all spans."""
     files = [(A, B), (), (C,)]
     instances = [encoder("one"), encoder("two", 1, A)]
     assert assign_images(MEDIA, files, instances, LAYOUT, cached_tokens=0) == {"one": (A, B), "two": (C,)}
