@@ -6,6 +6,7 @@ of the chart), the folder of the model, and the names that DNS would resolve. Pr
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import socket
@@ -18,7 +19,10 @@ import httpx
 import pytest
 
 from baton_serve.bench.ports import free_port
+from baton_serve.services.local.launches import RunningProcess
+from baton_serve.services.local.plan import Process
 from tests.e2e.cluster import ROOT, environment, wait_until
+from tests.forking import forks
 from tests.helm.chart import Manifest, container_of, environment_of, named, objects
 
 SECRETS = {"REDIS_PASSWORD": "hush", "API_KEYS": "sk-test\n", "CLUSTER_KEY": "k" * 64}
@@ -40,18 +44,53 @@ VALUES: Manifest = {
 }
 
 
+class _Fork:
+    """Implements the part of `subprocess.Popen` that `Pods` uses."""
+
+    def __init__(self, process: RunningProcess) -> None:
+        self.returncode: int | None = None
+        self._process = process
+
+    def poll(self) -> int | None:
+        if select.select([self._process], [], [], 0)[0]:
+            self.wait()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not select.select([self._process], [], [], timeout)[0]:
+            raise subprocess.TimeoutExpired("a forked pod", timeout or 0.0)
+        self.returncode = self._process.wait()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        self._process.signal(number)
+
+    def kill(self) -> None:
+        self._process.signal(signal.SIGKILL)
+
+
 class Pods:
     """The pods of a release as processes of this machine. `other` is the folder of a second model, whose mount is
-    /models/other.
+    /models/other. With `are_forked`, containers are forks of the tests' server, and not programs, each of which imports
+    torch and transformers.
     """
 
-    def __init__(self, folder: Path, model: Path, values: Manifest = VALUES, *, other: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        model: Path,
+        values: Manifest = VALUES,
+        *,
+        other: Path | None = None,
+        are_forked: bool = False,
+    ) -> None:
         self.rendered = objects(values)
         self._other = other
+        self._are_forked = are_forked
         self.folder = folder
         self._model = model
         self._redis_port = free_port()
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | _Fork] = {}
         for key in ("API_KEYS", "CLUSTER_KEY"):
             (folder / key).write_text(SECRETS[key])
         (folder / "run").mkdir()
@@ -82,8 +121,13 @@ class Pods:
         return dict(named(self.rendered, "Deployment", f"test-baton-{role}")["spec"]["template"]["spec"])
 
     def start(self, role: str) -> None:
-        arguments = container_of(self._pod(role))["args"]
-        self._spawn(role, [sys.executable, "-m", "baton_serve", *arguments], environment() | self.environment(role))
+        arguments, environ = container_of(self._pod(role))["args"], environment() | self.environment(role)
+        if not self._are_forked:
+            self._spawn(role, [sys.executable, "-m", "baton_serve", *arguments], environ)
+            return
+        with (self.folder / f"{role}.log").open("wb") as log:
+            process = forks()(Process(role, arguments, {}), environ, log.fileno(), log.fileno())
+        self._processes[role] = _Fork(process)
 
     def start_redis(self) -> None:
         if shutil.which("redis-server") is None:

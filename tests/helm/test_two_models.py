@@ -25,7 +25,7 @@ SECOND: Manifest = {
 def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     folder = tmp_path_factory.mktemp("pods")
     models = [write_tiny_model(folder / name, seed=seed) for seed, name in enumerate(("first", "second"))]
-    pods = Pods(folder, models[0], {**VALUES, "models": [SECOND]}, other=models[1])
+    pods = Pods(folder, models[0], {**VALUES, "models": [SECOND]}, other=models[1], are_forked=True)
     try:
         pods.start_redis()
         for name in ("router", "unified", OTHER):

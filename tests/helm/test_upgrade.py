@@ -33,7 +33,8 @@ ANSWERS_IN_A_GAP = 4
 @pytest.fixture(scope="module")
 def pods(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pods]:
     folder = tmp_path_factory.mktemp("pods")
-    pods = Pods(folder, write_tiny_model(folder / "model"), {**VALUES, "unified": {"replicas": 0}})
+    values = {**VALUES, "unified": {"replicas": 0}}
+    pods = Pods(folder, write_tiny_model(folder / "model"), values, are_forked=True)
     try:
         pods.start_redis()
         for role in ("router", *ROLES):
