@@ -445,17 +445,18 @@ class VisionReference:
         images = getattr(transformers, family.images[0]).from_pretrained(folder)
         self._processor = processor_of(family, images, tokenizer)
 
-    def tokens(self, text: str, images: Sequence[bytes]) -> dict[str, Any]:
-        """Return the inputs of the model for a text with placeholders."""
+    def tokens(self, text: str, images: Sequence[bytes], **settings: Any) -> dict[str, Any]:
+        """Return the inputs of the model for a text with placeholders. `settings` are those of the processor."""
         opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
         if not opened:
             return dict(self._processor.tokenizer(text, return_tensors="pt"))
-        return dict(self._processor(text=text, images=opened, return_tensors="pt"))
+        return dict(self._processor(text=text, images=opened, return_tensors="pt", **settings))
 
     @torch.inference_mode()
-    def answer(self, text: str, images: Sequence[bytes], count: int) -> tuple[list[int], list[int]]:
-        """Return the tokens of a prompt, and transformers' greedy answer."""
-        inputs = self.tokens(text, images)
+    def answer(self, text: str, images: Sequence[bytes], count: int, **settings: Any) -> tuple[list[int], list[int]]:
+        """Return the tokens of a prompt, and transformers' greedy answer. `settings` are those of the processor."""
+        inputs = self.tokens(text, images, **settings)
+        inputs.pop("num_crops", None)
         found = self._model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
         length = inputs["input_ids"].shape[1]
         return inputs["input_ids"][0].tolist(), found[0, length:].tolist()

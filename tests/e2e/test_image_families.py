@@ -12,6 +12,7 @@ import pytest
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
 from tests.e2e.test_images import body_of, parts_of, tokens_of
+from tests.engine.test_image_families import CROPS
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
 
@@ -41,10 +42,19 @@ def text_of(turns: Turns, placeholder: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "transport"), [("gemma3", "zeromq"), ("idefics3", "usm"), ("mistral3", "usm"), ("aya_vision", "zeromq")]
+    ("name", "transport", "settings"),
+    [
+        ("gemma3", "zeromq", {}),
+        ("gemma3", "usm", CROPS),
+        ("idefics3", "usm", {}),
+        ("mistral3", "usm", {}),
+        ("aya_vision", "zeromq", {}),
+    ],
+    ids=["gemma3", "gemma3_crops", "idefics3", "mistral3", "aya_vision"],
 )
-def test_chats_equal_transformers(name: str, transport: str, tmp_path: Path) -> None:
+def test_chats_equal_transformers(name: str, transport: str, settings: dict[str, Any], tmp_path: Path) -> None:
     family = FAMILIES[name]
+    more = {"mm_processor_kwargs": settings}
     write_vision_model(tmp_path, family)
 
     async def ask() -> tuple[list[dict[str, Any]], list[list[int]]]:
@@ -52,11 +62,15 @@ def test_chats_equal_transformers(name: str, transport: str, tmp_path: Path) -> 
             await until_ready(client)
             answers, prompts = [], []
             for turns in CHATS * 2:
-                body = {**body_of([], max_tokens=COUNT), "messages": messages_of(turns)}
+                body = {
+                    **body_of([], max_tokens=COUNT),
+                    "messages": messages_of(turns),
+                    "mm_processor_kwargs": settings,
+                }
                 answer = await client.post("/v1/chat/completions", json=body, headers={"x-baton-explain": "1"})
                 assert answer.status_code == 200, answer.text
                 answers.append(dict(answer.json()))
-                tokens = await client.post("/tokenize", json={"messages": body["messages"]})
+                tokens = await client.post("/tokenize", json={"messages": body["messages"], **more})
                 prompts.append(tokens.json()["tokens"])
             return answers, prompts
 
@@ -65,7 +79,7 @@ def test_chats_equal_transformers(name: str, transport: str, tmp_path: Path) -> 
     expected = []
     for turns in CHATS:
         images = [part for turn in turns for part in turn if isinstance(part, bytes)]
-        expected.append(reference.answer(text_of(turns, family.placeholder), images, COUNT))
+        expected.append(reference.answer(text_of(turns, family.placeholder), images, COUNT, **settings))
     found = [(prompt, tokens_of(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
     assert found == expected * 2
     assert {answer["baton"]["decision"] for answer in answers if answer["usage"]["prompt_tokens"] > 60} == {

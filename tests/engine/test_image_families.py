@@ -19,7 +19,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
-from baton_serve.engine.errors import RequestError
+from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.tower import load_tower
@@ -238,3 +238,40 @@ def counted(family: ImageFamily, size: tuple[int, int]) -> int:
         return num_embeddings(family.parts(width=size[0], height=size[1]))
     except UnfitImageError:
         return 0
+
+
+CROPS = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 3}
+
+
+@pytest.mark.parametrize("step", [1024, 29], ids=["whole", "chunks"])
+def test_crops_of_pan_and_scan_equal_transformers(tmp_path: Path, step: int) -> None:
+    """Each crop sees itself in both directions, and crops of one image may be in different steps."""
+    family = FAMILIES["gemma3"]
+    folder = write_vision_model(tmp_path, family)
+    shapes = [(40, 12), (12, 60), (20, 20), (9, 100)]
+    images = [picture(number, size=size) for number, size in enumerate(shapes)]
+    mark = family.placeholder
+    chats = [
+        Chat(f"<|im_start|>user\n{mark}what is it?", images[:1]),
+        Chat(f"{mark}the and {mark} in {mark}\n\n{mark}or", [images[1], images[2], images[3], images[1]]),
+    ]
+    reference = VisionReference(folder, family)
+    answers = [reference.answer(*chat, COUNT, **CROPS) for chat in chats]
+    plain = reference.answer(*chats[0], COUNT)
+    with loaded(folder, max_num_batched_tokens=step, block_size=8) as llm:
+        prompts: list[Any] = [
+            {"prompt": chat.text, "multi_modal_data": {"image": chat.images}, "mm_processor_kwargs": CROPS}
+            for chat in chats
+        ]
+        for _ in range(2):
+            found = llm.generate(prompts, GREEDY, use_tqdm=False)
+            assert [(list(one.prompt_token_ids or ()), list(one.outputs[0].token_ids)) for one in found] == answers
+        assert ask(llm, chats[:1]) == [plain]
+        assert len(answers[0][0]) > len(plain[0])
+        with pytest.raises(RequestError, match="too small for 16 crops"):
+            tiny = {**CROPS, "pan_and_scan_min_crop_size": 1, "pan_and_scan_max_num_crops": 16}
+            strip: Any = {"prompt": mark, "multi_modal_data": {"image": picture(1, size=(1, 20))}}
+            llm.generate({**strip, "mm_processor_kwargs": tiny}, GREEDY, use_tqdm=False)
+        with pytest.raises(ConfigError, match="max_num_crops is out of bounds"):
+            many = {**CROPS, "pan_and_scan_max_num_crops": 17}
+            llm.generate({**prompts[0], "mm_processor_kwargs": many}, GREEDY, use_tqdm=False)

@@ -26,6 +26,8 @@ class ModelFacts(msgspec.Struct, frozen=True):
     sounds: Mapping[str, Any] = {}
     """The extractor of audio features: preprocessor_config.json, or a part of processor_config.json in newer folders;
     empty if there is none."""
+    settings: Mapping[str, Any] = {}
+    """Settings of images that replace those of the folder (`mm_processor_kwargs`); they are in `images` too."""
 
     @classmethod
     def of(cls, folder: Path) -> "ModelFacts":
@@ -53,7 +55,7 @@ class ModelFacts(msgspec.Struct, frozen=True):
     def with_settings(self, images: Mapping[str, Any], videos: Mapping[str, Any]) -> "ModelFacts":
         """Return these facts with some settings of the two processors replaced."""
         return msgspec.structs.replace(
-            self, images=_replaced(self.images, images), videos=_replaced(self.videos, videos)
+            self, images=_replaced(self.images, images), videos=_replaced(self.videos, videos), settings=images
         )
 
 

@@ -61,7 +61,13 @@ HEARD = "audio in chats is read by models of these types: " + ", ".join(sounds.K
 
 ALIASES: Mapping[str, str] = {"max_dynamic_patch": "max_patches", "min_dynamic_patch": "min_patches"}
 """Names that other libraries give to settings."""
-_MOST: Mapping[str, int] = {"max_patches": 64, "min_patches": 64, "num_frames": MAX_VIDEO_FRAMES, "fps": 1000}
+_MOST: Mapping[str, int] = {
+    "max_patches": 64,
+    "min_patches": 64,
+    "num_frames": MAX_VIDEO_FRAMES,
+    "fps": 1000,
+    "pan_and_scan_max_num_crops": 16,
+}
 """Largest values of settings that clients may send."""
 
 

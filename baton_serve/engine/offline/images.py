@@ -27,6 +27,7 @@ from baton_serve.contracts.media import (
     digest_of,
     has_header,
     source_span,
+    span_digests,
     split_header,
     with_header,
 )
@@ -270,7 +271,12 @@ def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
     clip = split_header(file)[0].clip
     if clip is not None:
         return family.text_of(width=clip.width, height=clip.height, clip=clip)
-    picture = pixels[digest_of(file)]
+    digest = digest_of(file)
+    if digest not in pixels:
+        # Crops of the image have spans of their own. The name of the first does not depend on their number.
+        piece = pixels[span_digests(digest, 2)[0]]
+        return family.text_of(width=piece.width, height=piece.height)
+    picture = pixels[digest]
     return picture.text or family.text_of(width=picture.width, height=picture.height)
 
 
@@ -312,6 +318,8 @@ def _split(images: Any) -> Any:
     if images.keys() != {"image_embeds", "image_grid_thw"} or not isinstance(rows, Tensor) or rows.ndim != 2:
         raise ConfigError("embeddings of images are a tensor, or a dict of the tensors image_embeds and image_grid_thw")
     shapes = [tuple(map(int, grid)) for grid in torch.as_tensor(grids).view(-1, 3)]
+    if len(shapes) == 1:
+        return [_Rows(rows, shapes[0])]
     patches = sum(map(prod, shapes))
     # Each embedding joins as many patches as any other.
     joined = patches // len(rows) if len(rows) else 0
@@ -347,9 +355,11 @@ def _embeddings(given: "_Rows") -> bytes:
 
 def _file_of(image: object) -> bytes:
     """Return an image in any form of vLLM's API as an image file: a Pillow image, an array [height, width, 3], or the
-    bytes of a file; or its embeddings, a tensor. Raises `ConfigError` for other objects."""
+    bytes of a file; or its embeddings, a tensor or a dict with their grid. Raises `ConfigError` for other objects."""
     if isinstance(image, bytes):
         return image
+    if isinstance(image, dict) and len(parts := _split(image)) == 1:
+        return _embeddings(parts[0])
     if isinstance(image, Tensor | _Rows):
         return _embeddings(image if isinstance(image, _Rows) else _Rows(image, None))
     if isinstance(image, np.ndarray):

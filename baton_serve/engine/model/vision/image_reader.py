@@ -84,7 +84,7 @@ class HFImageReader:
             if header.embedded is not None:
                 return {digest: self._embedded(file, header.embedded, family)}
             if header.clip is None:
-                return {digest: self._image(file, family)}
+                return _spans_of(digest, self._image(file, family))
             frames = self.clip_of(frames_of(file, header.clip), header.clip, family)
         except (ValueError, *LOAD_ERRORS) as exc:
             raise RequestError("invalid", f"an image or video cannot be read: {first_line(exc)}") from exc
@@ -168,6 +168,16 @@ class HFImageReader:
         inputs = {name: one.to(self.dtype) if one.is_floating_point() else one for name, one in tensors.items()}
         text = None if family is self._family else family.text_of(width=image.width, height=image.height)
         return DecodedImage(inputs, image.width, image.height, text)
+
+
+def _spans_of(digest: bytes, picture: DecodedImage) -> dict[bytes, DecodedImage]:
+    """Return an image by the digest of its span. If crops of it have spans of their own, return each by its digest."""
+    text = picture.text
+    if text is None or len(text.grids) == 1:
+        return {digest: picture}
+    one = replace(text, parts=text.parts[1:2], grids=(None,))
+    pieces = [picture._replace(inputs={"pixel_values": row[None]}, text=one) for row in picture.inputs["pixel_values"]]
+    return dict(zip(span_digests(digest, len(text.grids)), pieces, strict=True))
 
 
 def _processor_of(folder: Path) -> Any:
