@@ -4,9 +4,10 @@ from typing import ClassVar
 
 import msgspec
 
+from baton_serve.contracts.media import Embedded
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
 from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 
@@ -27,10 +28,25 @@ class AyaImages(ImageFamily, frozen=True):
     def parts(self, *, width: int, height: int) -> Parts:
         """Return what stands for an image of this size in pixels: for each tile its label and its number of tokens,
         between the texts of two marks."""
+        return self._tiles(self.tiles.count(width=width, height=height))
+
+    def parts_of_rows(self, rows: Embedded) -> Parts:
+        """Return what stands for these embeddings, those of the overview last. Raises `UnfitImageError`."""
+        count, rest = divmod(rows.num_rows, self.tokens_per_tile)
+        # Two tiles would be one beside its own overview, which no image has.
+        if rest or count == 2 or count > self.tiles.max_tiles + 1:
+            raise UnfitImageError(
+                f"an image of this model has {self.tokens_per_tile} embeddings for each of up to"
+                f" {self.tiles.max_tiles} tiles, and for the overview behind several, not {rows.num_rows}"
+            )
+        return self._tiles(count)
+
+    def _tiles(self, count: int) -> Parts:
+        """Return what stands for so many tiles, of which the last one is the overview."""
         found: list[str | int] = []
         mark = "<|START_OF_IMG|>"
         # With several tiles the count includes the overview, which has a label without a number.
-        for tile in range(1, self.tiles.count(width=width, height=height)):
+        for tile in range(1, count):
             found += [f"{mark}TILE_{tile}", self.tokens_per_tile]
             # The mark stands once in an image, before its first label.
             mark = ""
@@ -56,7 +72,6 @@ def family(facts: ModelFacts) -> ImageFamily:
     return AyaImages(
         image_token_id=known.image_token_index if known.image_token_id is None else known.image_token_id,
         placeholder="<image>",
-        is_one_run=False,
         # The processor of the whole model cuts images, whatever preprocessor_config.json says.
         processor_settings={"crop_to_patches": True},
         tiles=tile_rules(facts, cuts=True),

@@ -27,8 +27,6 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     processor_settings: Mapping[str, Any] = {}
     """Arguments of the model's image processor, as transformers' processor of the whole model gives them."""
 
-    is_one_run: bool = True
-    """False if other tokens may stand among those of an image."""
     attends_both_ways: bool = False
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
     video: VideoRules | FrameRules | None = None
@@ -77,12 +75,15 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     def text_of_rows(self, rows: Embedded) -> MediaText:
         """Return what embeddings that a client has computed become in a prompt. Raises `UnfitImageError`."""
         grid = self.grid_of_rows(rows)
-        counts = [part for part in self.least if isinstance(part, int)]
-        if not self.is_one_run or len(counts) != 1:
-            raise UnfitImageError("this model writes marks among the embeddings of an image: send the image instead")
-        if self.is_fixed and counts[0] != rows.num_rows:
-            raise UnfitImageError(f"an image of this model has {counts[0]} embeddings, not {rows.num_rows}")
-        return self._written([rows.num_rows if isinstance(part, int) else part for part in self.least], grid)
+        return self._written(self.parts_of_rows(rows), grid)
+
+    def parts_of_rows(self, rows: Embedded) -> Parts:
+        """Return what stands for these embeddings: texts, and numbers of image tokens. Raises `UnfitImageError`."""
+        # Families whose images have several runs of tokens have rules of their own.
+        (count,) = (part for part in self.least if isinstance(part, int))
+        if self.is_fixed and count != rows.num_rows:
+            raise UnfitImageError(f"an image of this model has {count} embeddings, not {rows.num_rows}")
+        return [rows.num_rows if isinstance(part, int) else part for part in self.least]
 
     def grid_of_rows(self, rows: Embedded) -> TokenGrid | None:
         """Return the grid that these embeddings form, None for positions like text. Raises `UnfitImageError`."""

@@ -5,9 +5,10 @@ from typing import ClassVar
 
 import msgspec
 
+from baton_serve.contracts.media import Embedded, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
 
 _MAX_EDGE = 4096
 """Longest side in pixels to which images are scaled, whatever the settings say."""
@@ -41,8 +42,25 @@ class Idefics3Images(ImageFamily, frozen=True):
         """Return what stands for an image of this size in pixels: for each tile the text of its mark and its number of
         tokens, and at the end the overview."""
         rows, columns = self._grid(width, height)
-        if not self.splits or (rows, columns) == (1, 1):
-            return self.least
+        return self.least if not self.splits or (rows, columns) == (1, 1) else self._tiles(rows, columns)
+
+    def parts_of_rows(self, rows: Embedded) -> Parts:
+        """Return what stands for these embeddings: those of one tile, or of several in the rows and columns of a grid,
+        with the overview behind them. Raises `UnfitImageError`."""
+        frames, tall, wide = rows.grid or (1, 1, 1)
+        count = tall * wide + (tall * wide > 1)
+        if frames != 1 or tall < 1 or wide < 1 or rows.num_rows != count * self.tokens_per_tile:
+            raise UnfitImageError(
+                f"an image of this model has {self.tokens_per_tile} embeddings for each tile and for the overview, and"
+                " image_grid_thw [1, rows, columns] says how several tiles lie"
+            )
+        return self.least if count == 1 else self._tiles(tall, wide)
+
+    def grid_of_rows(self, rows: Embedded) -> TokenGrid | None:
+        """Return None: tokens have positions like text."""
+        return None
+
+    def _tiles(self, rows: int, columns: int) -> Parts:
         found: list[str | int] = []
         line = ""
         for row in range(rows):
@@ -117,7 +135,6 @@ def family(facts: ModelFacts) -> ImageFamily:
     tower, tokens = known.vision_config, msgspec.convert(facts.tokenizer, _Tokens)
     return Idefics3Images(
         image_token_id=known.image_token_id,
-        is_one_run=False,
         # The connector joins squares of `scale_factor` patches on each side to one token (pixel shuffle).
         tokens_per_tile=int((tower.image_size // tower.patch_size) ** 2 / known.scale_factor**2),
         tile=images.max_image_size.longest_edge,

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import msgspec
 
+from baton_serve.contracts.media import Embedded, TokenGrid
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
@@ -22,6 +23,8 @@ class PixtralImages(ImageFamily, frozen=True):
     side: int
     patch: int
     longest_edge: int
+    joined: int = 1
+    """Patches of the tower, in each direction, that are joined to one token."""
     least_tokens: int = 1
     row_end: str = "[IMG_BREAK]"
     image_end: str = "[IMG_END]"
@@ -42,8 +45,27 @@ class PixtralImages(ImageFamily, frozen=True):
         rows, columns = (-(-pixels // self.patch) * self.patch // self.side for pixels in (height, width))
         if rows * columns < self.least_tokens:
             raise UnfitImageError(f"an image of {width} x {height} pixels is too small for this model")
+        return self._rows(rows, columns) if self.row_end else (rows * columns,)
+
+    def parts_of_rows(self, rows: Embedded) -> Parts:
+        """Return what stands for these embeddings. Models with marks need the grid of the image's patches, of which a
+        token joins a square. Raises `UnfitImageError`."""
         if not self.row_end:
-            return (rows * columns,)
+            return super().parts_of_rows(rows)
+        frames, tall, wide = rows.grid or (0, 0, 0)
+        is_whole = frames == 1 and tall > 0 and wide > 0 and not (tall % self.joined or wide % self.joined)
+        if not is_whole or (tall // self.joined) * (wide // self.joined) != rows.num_rows:
+            raise UnfitImageError(
+                f"embeddings of this model need an image_grid_thw [1, rows, columns] of patches, {self.joined} x"
+                f" {self.joined} for each of the {rows.num_rows} embeddings"
+            )
+        return self._rows(tall // self.joined, wide // self.joined)
+
+    def grid_of_rows(self, rows: Embedded) -> TokenGrid | None:
+        """Return None: tokens have positions like text."""
+        return None if self.row_end else super().grid_of_rows(rows)
+
+    def _rows(self, rows: int, columns: int) -> Parts:
         # The last row ends with the mark of the whole image instead of the mark of a row.
         marks = [self.row_end] * (rows - 1) + [self.image_end]
         return [part for mark in marks for part in (columns, mark)]
@@ -87,8 +109,8 @@ def family(facts: ModelFacts) -> ImageFamily:
     return PixtralImages(
         image_token_id=10 if token_id is None else token_id,
         processor_settings={"patch_size": patch},
-        is_one_run=not has_marks,
         side=side,
+        joined=merged,
         patch=patch,
         # transformers loses the shape of a single token in Mistral 3's projector.
         least_tokens=2 if known.model_type == "mistral3" else 1,

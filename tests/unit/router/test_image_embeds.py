@@ -200,8 +200,10 @@ def test_grids_must_fit_the_rows() -> None:
         other.text_of_rows(rows(6, (1, 4, 6)))
     marked = image_family(ModelFacts(config={"model_type": "mistral3", "vision_config": {}}, images={"size": None}))
     assert marked is not None
-    with pytest.raises(ValueError, match="marks among the embeddings"):
-        marked.text_of_rows(rows(6))
+    assert list(marked.text_of_rows(rows(6, (1, 4, 6))).parts) == [3, "[IMG_BREAK]", 3, "[IMG_END]"]
+    for grid in (None, (1, 4, 4), (2, 4, 6), (1, 3, 8), (1, -4, -6)):
+        with pytest.raises(ValueError, match="need an image_grid_thw"):
+            marked.text_of_rows(rows(6, grid))
 
 
 def rows(count: int, grid: tuple[int, int, int] | None = None) -> Embedded:
