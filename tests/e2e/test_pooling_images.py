@@ -107,7 +107,7 @@ def test_a_router_refuses_inputs_that_a_model_with_two_towers_cannot_read(clip_a
 def test_the_offline_api_embeds_images(clip: Path) -> None:
     llm = LLM(str(clip), dtype="float32", device="cpu")
     try:
-        prompts = [{"prompt": "", "multi_modal_data": {"image": opened(file)}} for file in IMAGES]
+        prompts: list[Any] = [{"prompt": "", "multi_modal_data": {"image": opened(file)}} for file in IMAGES]
         found = [output.outputs.embedding for output in llm.embed([*prompts, *TEXTS])]
         np.testing.assert_allclose(np.array(found), clip_vectors(clip).numpy(), atol=2e-5)
         with pytest.raises(ConfigError, match="apart"):
@@ -136,14 +136,17 @@ def test_pages_and_questions_are_written_as_the_processor_of_the_model_writes_th
             given.pop("labels", None)
         expected = [model(**given).embeddings[0].numpy() for given in inputs]
     with in_background(folder, roles=("unified",)) as api:
-        bodies = [*({"messages": with_image(file)} for file in IMAGES), *({"input": text} for text in TEXTS)]
+        bodies: list[dict[str, Any]] = [
+            *({"messages": with_image(file)} for file in IMAGES),
+            *({"input": text} for text in TEXTS),
+        ]
         for body, wanted in zip(bodies, expected, strict=True):
             answer = api.client.post("/pooling", json={**body, "task": "token_embed"})
             assert answer.status_code == 200, answer.text
             np.testing.assert_allclose(np.array(answer.json()["data"][0]["data"]), wanted, atol=2e-5)
     llm = LLM(str(folder), dtype="float32", device="cpu")
     try:
-        prompts = [{"prompt": "", "multi_modal_data": {"image": opened(file)}} for file in IMAGES]
+        prompts: list[Any] = [{"prompt": "", "multi_modal_data": {"image": opened(file)}} for file in IMAGES]
         outputs = llm.encode([*prompts, *TEXTS], pooling_task="token_embed")
         for output, wanted in zip(outputs, expected, strict=True):
             np.testing.assert_allclose(output.outputs.data.numpy(), wanted, atol=2e-5)

@@ -120,5 +120,5 @@ def test_marks_are_written_among_embeddings(tmp_path: Path, name: str) -> None:
             assert ask([file]) == ask([embedded]) == ask(embedded)
         assert ask(files, 2) == ask(given, 2) == ask([files[0], given[1]], 2)
         rows = given[1]["image_embeds"] if isinstance(given[1], dict) else given[1]
-        with pytest.raises(RequestError, match="this model|leave it out"):
+        with pytest.raises(RequestError, match=r"this model|leave it out"):
             ask([{"image_embeds": rows[:-1], "image_grid_thw": torch.tensor([[1, 1, len(rows)]])}])

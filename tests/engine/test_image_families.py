@@ -240,7 +240,7 @@ def counted(family: ImageFamily, size: tuple[int, int]) -> int:
         return 0
 
 
-CROPS = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 3}
+CROPS: dict[str, Any] = {"do_pan_and_scan": True, "pan_and_scan_min_crop_size": 8, "pan_and_scan_max_num_crops": 3}
 
 
 @pytest.mark.parametrize("step", [1024, 29], ids=["whole", "chunks"])
@@ -256,7 +256,7 @@ def test_crops_of_pan_and_scan_equal_transformers(tmp_path: Path, step: int) -> 
         Chat(f"{mark}the and {mark} in {mark}\n\n{mark}or", [images[1], images[2], images[3], images[1]]),
     ]
     reference = VisionReference(folder, family)
-    answers = [reference.answer(*chat, COUNT, **CROPS) for chat in chats]
+    answers = [reference.answer(chat.text, chat.images, COUNT, **CROPS) for chat in chats]
     plain = reference.answer(*chats[0], COUNT)
     with loaded(folder, max_num_batched_tokens=step, block_size=8) as llm:
         prompts: list[Any] = [
@@ -270,8 +270,10 @@ def test_crops_of_pan_and_scan_equal_transformers(tmp_path: Path, step: int) -> 
         assert len(answers[0][0]) > len(plain[0])
         with pytest.raises(RequestError, match="too small for 16 crops"):
             tiny = {**CROPS, "pan_and_scan_min_crop_size": 1, "pan_and_scan_max_num_crops": 16}
-            strip: Any = {"prompt": mark, "multi_modal_data": {"image": picture(1, size=(1, 20))}}
-            llm.generate({**strip, "mm_processor_kwargs": tiny}, GREEDY, use_tqdm=False)
+            data = {"image": picture(1, size=(1, 20))}
+            strip: Any = {"prompt": mark, "multi_modal_data": data, "mm_processor_kwargs": tiny}
+            llm.generate(strip, GREEDY, use_tqdm=False)
         with pytest.raises(ConfigError, match="max_num_crops is out of bounds"):
             many = {**CROPS, "pan_and_scan_max_num_crops": 17}
-            llm.generate({**prompts[0], "mm_processor_kwargs": many}, GREEDY, use_tqdm=False)
+            wide: Any = {**prompts[0], "mm_processor_kwargs": many}
+            llm.generate(wide, GREEDY, use_tqdm=False)

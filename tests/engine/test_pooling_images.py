@@ -138,7 +138,8 @@ def lone_image(folder: Path, file: bytes) -> PoolingInput:
     """The input of one image to a model that takes it by itself."""
     rules = embedder_images(ModelFacts.of(folder))
     assert rules is not None
-    text = rules.family.text_of(**size_of(file))
+    size = size_of(file)
+    text = rules.family.text_of(width=size["width"], height=size["height"])
     count = num_embeddings(text.parts)
     span = MediaSpan(0, count, digest_of(file), text.grids[0])
     return PoolingInput([rules.family.image_token_id] * count, media=[span])
