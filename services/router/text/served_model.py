@@ -138,7 +138,8 @@ class ServedModel:
         transcribes.
         """
         parts = self.media_placeholders
-        found = {"image": "image_url" in parts, "audio": "input_audio" in parts, "speech": self.speech is not None}
+        reads_images = "image_url" in parts or self.embedder is not None
+        found = {"image": reads_images, "audio": "input_audio" in parts, "speech": self.speech is not None}
         return [name for name, is_read in found.items() if is_read]
 
     @property
@@ -448,14 +449,16 @@ def _too_long(max_tokens: int, num_chars: int) -> BadRequestError:
 
 def _vision(settings: RouterSettings) -> ImageFamily | None:
     """Return how the model reads images. Raises `ModelFolderError` for settings that it does not know."""
-    family = image_family(ModelFacts.of(model_folder(settings.model)))
+    facts = ModelFacts.of(model_folder(settings.model))
+    family, embedder = image_family(facts), embedder_images(facts)
     stated = processor_settings(settings.mm_processor_kwargs)
     try:
         # Requests apply the settings. A wrong one must stop the process at its start, not fail the first request.
         if stated:
-            if family is None:
+            reader = family or (None if embedder is None else embedder.family)
+            if reader is None:
                 raise ValueError("this model reads no images")
-            configured(family, stated)
+            configured(reader, stated)
     except ValueError as exc:
         raise ModelFolderError(f"--mm-processor-kwargs: {exc}") from exc
     return family

@@ -527,3 +527,20 @@ def test_of_a_word_of_a_million_characters_only_as_much_is_encoded_as_a_prompt_c
     beginning = tokenizer.part(word, 64)
     assert beginning.ids == [0] and beginning.offsets[-1][1] <= 256 * 1024
     assert max(encoded) <= 256 * 1024
+
+
+def test_images_to_a_model_that_reads_none_are_refused(serve: Serve) -> None:
+    async def scenario(router: Router) -> None:
+        parts = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+        for path, body, reason in [
+            ("/v1/embeddings", {"messages": [{"role": "user", "content": parts}]}, "does not accept images in inputs"),
+            ("/score", {"text_1": "a", "text_2": {"content": parts}}, "does not accept images in inputs"),
+            ("/rerank", {"query": "a", "documents": [{"content": parts}]}, "does not accept images in inputs"),
+            ("/v1/embeddings", {"input": "a", "mm_processor_kwargs": {"max_pixels": 9}}, "reads no images"),
+            ("/score", {"text_1": "a", "text_2": "b", "mm_processor_kwargs": {"size": 9}}, "reads no images"),
+        ]:
+            answer = await router.http.post(path, json=body)
+            assert answer.status_code == 400 and reason in answer.text, answer.text
+        assert not messages(router)
+
+    serve(scenario, pooling=EMBEDS, **WORKERS)

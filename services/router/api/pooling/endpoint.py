@@ -2,8 +2,8 @@
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -181,6 +181,7 @@ class PoolingCall:
         """
         if (request.input is None) == (request.messages is None):
             raise BadRequestError("give either input or messages", param="input")
+        self.check_settings(request.mm_processor_kwargs)
         if request.input is None:
             chat = TokenizeRequest(
                 messages=request.messages,
@@ -204,6 +205,15 @@ class PoolingCall:
         single = [item for item in given if isinstance(item, int)]
         prompts = [single] if single else [item for item in given if isinstance(item, list)]
         return of_token_ids(prompts, rules, param="input")
+
+    def check_settings(self, settings: Mapping[str, Any] | None) -> None:
+        """Raise `BadRequestError` for `mm_processor_kwargs` to a model that reads no images."""
+        if settings and self.service.model.embedder is None:
+            raise BadRequestError(
+                "mm_processor_kwargs is not supported by this model, which reads no images",
+                param="mm_processor_kwargs",
+                code="unsupported_parameter",
+            )
 
     async def chat(self, chat: TokenizeRequest, *, param: str = "messages") -> PoolingInput:
         """Return a chat as one input, with its images if it has some. `param` is the request's field that errors name.

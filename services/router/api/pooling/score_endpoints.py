@@ -116,6 +116,7 @@ class Scoring:
 
     def __init__(self, call: PoolingCall, *, param: str, settings: Mapping[str, Any] | None) -> None:
         """`param` is the request's field that errors name; `settings` are its `mm_processor_kwargs`."""
+        call.check_settings(settings)
         self._call = call
         self._param = param
         self._settings = None if settings is None else dict(settings)
