@@ -85,6 +85,12 @@ class Experts:
     def num_experts(self) -> int:
         return self.down.count if isinstance(self.down, StackedWeight) else self.down.shape[0]
 
+    @property
+    def is_plain(self) -> bool:
+        """Return whether an expert is silu(gate) * up without biases, and its gates come before its ups."""
+        has_bias = self.gate_up_bias is not None or self.down_bias is not None
+        return not has_bias and not self.is_interleaved and self.limit is None
+
 
 @dataclass(frozen=True, slots=True)
 class Norm:

@@ -40,6 +40,8 @@ WINDOW = 48
 """Windows are cut to this length, which most of the contexts exceed."""
 ROWS = 7
 """Tokens of a layer's operations: no multiple of a tile, so that the last tile is not full."""
+EXPERT_ROWS = 200
+"""Tokens of experts that have many."""
 OUTPUTS, WIDTH = 160, 128
 """Outputs of a product, and width of an MLP."""
 FLOAT32_TOLERANCE, TOLERANCE = 5e-3, 0.02
@@ -489,6 +491,10 @@ def _experts(hidden: int, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, 
     x, logits, gated = draw.values(ROWS, hidden), draw.values(ROWS, count), draw.values(ROWS, count + 1)
     # Given to `mix` instead of what a kernel has chosen: equal logits may be chosen in any order.
     weights, chosen = twin_layers.route(logits, top_k, renormalize=True)
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    pair, rows = Experts(experts.gate_up[:top_k], experts.down[:top_k]), draw.values(EXPERT_ROWS, hidden)
+    factors = draw.normal(EXPERT_ROWS, top_k).sigmoid()
+    both = torch.arange(top_k, dtype=torch.int32, device=draw.device).repeat(EXPERT_ROWS, 1)
 
     def run(kernels: LayerKernels) -> tuple[Tensor, ...]:
         found = kernels.route(logits, top_k, renormalize=True)[0]
@@ -496,7 +502,9 @@ def _experts(hidden: int, draw: Draw) -> Callable[[LayerKernels], tuple[Tensor, 
         # One token alone is mixed in another way.
         one = kernels.mix(x[:1], weights[:1], chosen[:1], experts)
         mixed = kernels.mix(x, weights, chosen, experts)
-        return mixed, one, found.sort(dim=-1).values, shared.sort(dim=-1).values
+        # So are experts with many rows.
+        many = kernels.mix(rows, factors, both, pair)
+        return mixed, one, many, found.sort(dim=-1).values, shared.sort(dim=-1).values
 
     return run
 

@@ -18,6 +18,7 @@ from baton_serve.engine.kernels.triton import (
     delta_chunks,
     delta_step,
     experts,
+    experts_sorted,
     latent,
     mixers,
     prefill,
@@ -93,6 +94,19 @@ EXPERTS = {
     "tile_depth": 32,
     "precision": "tf32",
 }
+TILES = experts_sorted.GATE_UP_TILES, experts_sorted.DOWN_TILES
+SORTED = [
+    {
+        "num_experts": 8,
+        "top_k": 2,
+        "inputs": 512,
+        "outputs": 512,
+        "tile_rows": tiles.rows,
+        "tile_columns": tiles.columns,
+        "tile_depth": tiles.depth,
+    }
+    for tiles in TILES
+]
 POINTERS = {
     **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
     **dict.fromkeys(("sinks", "pairs", "words", "seen_ends"), HALF),
@@ -107,6 +121,8 @@ POINTERS = {
     "finals": WIDE,
     "decays": WIDE,
     **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
+    "blocks": INT,
+    "order": LONG,
     "weights": WIDE,
     "slots": LONG,
 }
@@ -183,6 +199,9 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for single in (False, True)
     ),
     *((experts._down_kernel, {**EXPERTS, "is_single": single}) for single in (False, True)),
+    (experts_sorted._block_kernel, {"num_experts": 8, "experts": 8, "rows": 64}),
+    (experts_sorted._gate_up_kernel, SORTED[0]),
+    (experts_sorted._down_kernel, SORTED[1]),
     (
         experts._route_kernel,
         {
@@ -207,13 +226,20 @@ def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
         types.update(cache="*i8", pairs="*i16", words="*i32")
     if "taps" in names:
         constants, types["states"] = {**SHORT, **constants}, HALF
+    options: dict[str, int] = {}
+    if kernel in (experts_sorted._gate_up_kernel, experts_sorted._down_kernel):
+        tiles = TILES[kernel is experts_sorted._down_kernel]
+        types["weight"] = f"tensordesc<bf16[{tiles.columns}, {tiles.depth}]>"
+        if kernel is experts_sorted._down_kernel:
+            types["active"] = f"tensordesc<bf16[{tiles.rows}, {tiles.depth}]>"
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else "fp32" if name in FLOATS else types.get(name, "i32")
         for name in names
     }
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET)
+    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET, options=options)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from baton_serve.engine.config import Quantization
 from baton_serve.engine.kernels import Experts, StackedWeight
 from baton_serve.engine.kernels.reference import experts as reference_experts
 from baton_serve.engine.kernels.triton import experts as triton_experts
+from baton_serve.engine.kernels.triton import experts_sorted
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
@@ -114,6 +115,61 @@ def test_what_is_no_number_goes_through_the_clamp(part: int) -> None:
     expected = reference_experts.mix(x, weights, chosen, experts).isnan()
     assert expected.any() and not expected.all()
     assert torch.equal(triton_experts.mix(x, weights, chosen, experts).isnan(), expected)
+
+
+# Rows that are not stored may be computed from memory that nothing has written.
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")
+@pytest.mark.parametrize("is_part", [False, True])
+def test_products_of_sorted_rows_equal_their_twin(monkeypatch: pytest.MonkeyPatch, is_part: bool) -> None:
+    tiles = experts_sorted.SortedTiles(rows=16, columns=16, depth=16, warps=4, stages=1)
+    monkeypatch.setattr(experts_sorted, "GATE_UP_TILES", tiles)
+    monkeypatch.setattr(experts_sorted, "DOWN_TILES", replace(tiles, columns=32))
+    monkeypatch.setattr(experts_sorted, "MIN_ROWS", 16)
+    # The interpreter loads tiles by descriptors too, but the product does not choose them there.
+    monkeypatch.setattr(experts_sorted, "_has_descriptors", lambda device: True)
+    torch.manual_seed(0)
+    num_tokens, hidden, width = 90, 64, 32
+    whole = Experts(draw(EXPERTS, 2 * width, hidden).half() / 8, draw(EXPERTS, hidden, width).half() / 6)
+    x, logits = draw(num_tokens, hidden).half(), draw(num_tokens, EXPERTS)
+    logits[:, 1], logits[:, 4] = -50.0, 50.0  # nobody's choice and everybody's
+    weights, chosen = reference_experts.route(logits, 3, renormalize=True)
+    experts = replace(whole, is_part=is_part)
+    if is_part:  # the last two experts are on another rank
+        assert isinstance(whole.gate_up, Tensor) and isinstance(whole.down, Tensor)
+        experts = Experts(whole.gate_up[:4], whole.down[:4], is_part=True)
+        chosen = torch.where(chosen < 4, chosen, 4)
+    assert experts_sorted.fits(x, experts, chosen.numel())
+    monkeypatch.setattr(triton_experts, "assign_kernel", None)  # the other products must not be taken
+    mixed = triton_experts.mix(x, weights, chosen, experts)
+    torch.testing.assert_close(mixed, reference_experts.mix(x, weights, chosen, experts), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("num_pairs", [1, 63, 64, 300])
+def test_sorted_pairs_are_in_the_order_of_their_experts(num_pairs: int) -> None:
+    torch.manual_seed(0)
+    chosen = torch.randint(0, EXPERTS, (num_pairs, 1), dtype=torch.int32, device=DEVICE)
+    chosen[chosen == 2] = 3  # nobody's choice
+    found = experts_sorted.sort_pairs(chosen, EXPERTS, block_rows=16)
+    assert found.order.tolist() == chosen.flatten().argsort(stable=True).tolist()
+    experts, firsts, ends = (part.tolist() for part in found.blocks)
+    counts, rows = chosen.flatten().bincount(minlength=EXPERTS).tolist(), list[tuple[int, int]]()
+    for expert, first, end in zip(experts, firsts, ends, strict=True):
+        if expert < EXPERTS:
+            rows += [(expert, row) for row in range(first, min(first + 16, end))]
+    assert rows == [(expert, sum(counts[:expert]) + n) for expert, count in enumerate(counts) for n in range(count)]
+
+
+def test_products_of_sorted_rows_are_for_many_rows_of_plain_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(experts_sorted, "_has_descriptors", lambda device: True)
+    x, plain = torch.empty(4, 512).half(), Experts(torch.empty(2, 1024, 512).half(), torch.empty(2, 512, 512).half())
+    many = 2 * experts_sorted.MIN_ROWS
+    assert experts_sorted.fits(x, plain, many)
+    assert not experts_sorted.fits(x, plain, many - 1)
+    assert not experts_sorted.fits(x.float(), plain, many)
+    assert not experts_sorted.fits(x, replace(plain, limit=3.0), many)
+    assert not experts_sorted.fits(x[:, :500], plain, many), "no multiple of the tiles"
+    monkeypatch.setattr(experts_sorted, "_has_descriptors", lambda device: False)
+    assert not experts_sorted.fits(x, plain, many)
 
 
 def test_tiles_fit_the_shared_memory_of_small_devices() -> None:

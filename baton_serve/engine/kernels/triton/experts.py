@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Experts
+from baton_serve.engine.kernels.triton import experts_sorted
 from baton_serve.engine.kernels.triton.tiles import padded
 
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
@@ -94,6 +95,10 @@ def mix(
     num_tokens, hidden = x.shape
     top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
     pairs = num_tokens * top_k
+    output = new_output(experts, x, pairs)
+    if tiles is None and experts_sorted.fits(x, experts, pairs):
+        experts_sorted.products(x, weights, chosen, experts, output)
+        return summed(output, x)
     first, second = tiles or expert_tiles(pairs, num_experts, x.element_size())
     # The experts of one token are different, so that each of its pairs is a block of its own.
     is_single = num_tokens == 1
@@ -105,7 +110,6 @@ def mix(
         chunk = 1024 if pairs <= 1024 else 4096
         assign_kernel[(num_experts,)](rows, counts, chosen, pairs, num_tokens, chunk=chunk, num_warps=4)
     active = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
-    output = new_output(experts, x, pairs)
     shared = {"num_experts": num_experts, "experts": padded(num_experts), "top_k": top_k, "is_single": is_single}
     # One token may have more pairs than there are experts, if other ranks have most of them.
     first_blocks, second_blocks = (
@@ -157,10 +161,16 @@ def mix(
         num_stages=second.stages,
         **shared,
     )
+    return summed(output, x)
+
+
+def summed(output: Tensor, x: Tensor) -> Tensor:
+    """Return the sum of each token's rows of `output` [pairs, hidden], with the shape of x [num_tokens, hidden]."""
+    num_tokens, hidden = x.shape
     result = torch.empty_like(x, memory_format=torch.contiguous_format)
     tile = min(1024, padded(hidden))
     sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
-        result, output, hidden=hidden, tile=tile, top_k=top_k, num_warps=4
+        result, output, hidden=hidden, tile=tile, top_k=len(output) // max(1, num_tokens), num_warps=4
     )
     return result
 

@@ -16,7 +16,7 @@ from baton_serve.engine.kernels.quantized import StackedWeight
 from baton_serve.engine.kernels.reference.experts import activated
 from baton_serve.engine.kernels.triton import experts as triton_experts
 from baton_serve.engine.kernels.triton.codes import code_operand
-from baton_serve.engine.kernels.triton.experts import assign_kernel, new_output, num_blocks, sum_kernel, tile_of
+from baton_serve.engine.kernels.triton.experts import assign_kernel, new_output, num_blocks, summed, tile_of
 from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, table_of, values, word_arguments
 from baton_serve.engine.kernels.triton.tiles import padded
 
@@ -31,9 +31,8 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     """
     if not isinstance(experts.gate_up, StackedWeight) or not isinstance(experts.down, StackedWeight):
         return triton_experts.mix(x, weights, chosen, experts)
-    num_tokens, hidden = x.shape
-    top_k, num_experts = chosen.shape[1], experts.num_experts
-    pairs = num_tokens * top_k
+    num_tokens, num_experts = x.shape[0], experts.num_experts
+    pairs = chosen.numel()
     rows = torch.empty((num_experts, num_tokens), dtype=torch.int32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     chunk = 1024 if pairs <= 1024 else 4096
@@ -44,12 +43,7 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     active = activated(gate_up, experts).contiguous()
     output = new_output(experts, x, pairs)
     _product(output, active, experts.down, experts.down_bias, weights, assigned)
-    result = torch.empty_like(x, memory_format=torch.contiguous_format)
-    tile = min(1024, padded(hidden))
-    sum_kernel[(num_tokens, triton.cdiv(hidden, tile))](
-        result, output, hidden=hidden, tile=tile, top_k=top_k, num_warps=4
-    )
-    return result
+    return summed(output, x)
 
 
 def _product(
