@@ -113,6 +113,8 @@ class StateMemory:
         blocks."""
         self._blocks = blocks
         block_bytes = blocks.shape[1]
+        # Copies by index take as long for a byte as for a wide element.
+        self._wide_blocks = blocks.view(torch.int64) if block_bytes % 8 == 0 else blocks
         self.num_blocks = -(-row_bytes(parts) // block_bytes) if parts else 0
         """Blocks of one checkpoint. The end of the last one is unused."""
         self._pieces = _pieces(parts, block_bytes) if any(part.ranges for part in parts) else None
@@ -151,7 +153,7 @@ class StateMemory:
         states writes that part alone."""
         index, row = self._index(blocks), self._rows[slot].to(self._blocks.device)
         if self._pieces is None:
-            self._blocks[index] = row.view(self.num_blocks, -1)
+            self._wide_blocks[index] = self._wide(row)
             return
         for piece in self._pieces:
             piece.within(self._blocks[blocks[piece.block]]).copy_(piece.of(row))
@@ -161,7 +163,7 @@ class StateMemory:
         slot."""
         index, row = self._index(blocks), self._rows[slot]
         if self._pieces is None:
-            row.view(self.num_blocks, -1).copy_(self._blocks[index])
+            self._wide(row).copy_(self._wide_blocks[index])
             return
         # One copy to the device, not one for each piece.
         own = torch.empty_like(row, device=self._blocks.device)
@@ -176,7 +178,12 @@ class StateMemory:
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         assert len(blocks) == self.num_blocks, "a checkpoint needs all of its blocks"
-        return torch.tensor(blocks, device=self._blocks.device)
+        # The host must not wait for the step before, so that it can launch the next one.
+        return torch.tensor(blocks).to(self._blocks.device, non_blocking=True)
+
+    def _wide(self, row: Tensor) -> Tensor:
+        """Return a row of states as one row for each block of a checkpoint, in the elements of `_wide_blocks`."""
+        return row.view(self._wide_blocks.dtype).view(self.num_blocks, -1)
 
     def _make_views(self, parts: Sequence[StatePart]) -> StateViews:
         views: dict[int, dict[tuple[StateKind, int], Tensor]] = {}
