@@ -74,18 +74,22 @@ def rms_norm(
     """Return the RMSNorm of x [..., hidden] by a Triton kernel; see `LayerKernels.rms_norm`. `residual` is updated in
     place. `unit_offset` multiplies by 1 + weight (Gemma).
     """
-    rows = x.reshape(-1, x.shape[-1])
-    output = torch.empty_like(rows)
-    hidden = rows.shape[1]
-    added = rows if residual is None else residual.view(-1, hidden)
-    _rms_norm_kernel[(rows.shape[0],)](
+    hidden = x.shape[-1]
+    # The heads of one token may be part of a wider row, and need no copy then.
+    is_wide = x.dim() == 3 and residual is None and x.stride(2) == 1
+    rows = x if is_wide else x.reshape(-1, 1, hidden)
+    output = torch.empty((rows.shape[0] * rows.shape[1], hidden), dtype=x.dtype, device=x.device)
+    added = rows[:, 0] if residual is None else residual.view(-1, hidden)
+    _rms_norm_kernel[(len(output),)](
         output,
         rows,
         added,
         weight,
         eps,
         rows.stride(0),
+        rows.stride(1),
         added.stride(0),
+        heads=rows.shape[1],
         hidden=hidden,
         dims=padded(hidden),
         has_residual=residual is not None,
@@ -253,7 +257,9 @@ def _rms_norm_kernel(  # noqa: PLR0913
     weight,
     eps,
     x_stride,
+    head_stride,
     residual_stride,
+    heads: tl.constexpr,
     hidden: tl.constexpr,
     dims: tl.constexpr,
     has_residual: tl.constexpr,
@@ -261,7 +267,7 @@ def _rms_norm_kernel(  # noqa: PLR0913
 ):
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, dims)
     mask = dim < hidden
-    values = tl.load(x + row * x_stride + dim, mask, other=0.0)
+    values = tl.load(x + row // heads * x_stride + row % heads * head_stride + dim, mask, other=0.0)
     dtype = values.dtype
     values = values.to(tl.float32)
     if has_residual:
