@@ -47,6 +47,9 @@ while the first step passes through them, which is long compared with all steps 
 MIN_STAGE_STEP_TOKENS, FULL_STAGE_STEP_TOKENS = 512, 1024
 """Prompt tokens of a step of a pipeline: what waiting prompts are not divided below, and what `max_num_batched_tokens`
 is not divided below for large batches. Launching a smaller step takes the host longer than its work takes a device."""
+STAGE_STEP_MULTIPLE_TOKENS = 128
+"""Steps of a pipeline have a multiple of so many prompt tokens, where that is allowed. Matrix products compute whole
+tiles of rows, and captured graphs have such sizes."""
 
 
 class BlockCopy(NamedTuple):
@@ -110,7 +113,8 @@ class SchedulerConfig:
         tokens together. With a pipeline, few prompts are divided into small steps, so that all stages have work."""
         if self.num_stages == 1:
             return self.max_num_batched_tokens
-        share = -(-num_unfinished // (STEPS_PER_STAGE * self.num_stages))
+        tile = STAGE_STEP_MULTIPLE_TOKENS
+        share = -(-num_unfinished // (STEPS_PER_STAGE * self.num_stages * tile)) * tile
         return min(self.max_prompt_tokens, max(share, MIN_STAGE_STEP_TOKENS))
 
     @property

@@ -122,6 +122,7 @@ class Scheduler:
         """LoRA adapters of the step that is being scheduled."""
         self._had_prompts = False
         """True if the last step computed prompts. It is used only if steps must not mix."""
+        self._stage_steps = StageSteps(table)
 
     def has_work(self) -> bool:
         """Return whether `schedule` may find something to compute, or sequences wait for copies from the host tier."""
@@ -165,7 +166,7 @@ class Scheduler:
             # The chunk budget protects decoding sequences only if prompts can enter this step.
             if decoding and (unfinished or self._table.peek_waiting() is not None):
                 budget = min(budget, self._chunk_budget(decoding, budget))
-            budget = min(budget, _stage_budget(self._table, unfinished))
+            budget = min(budget, self._stage_steps.budget(unfinished))
             self._append_prompts(chunks, unfinished, budget, now)
         return ScheduledBatch(chunks, _sample_rows(chunks))
 
@@ -485,20 +486,35 @@ def _decode_quota(table: RequestTable) -> int:
     return max(1, -(-num_decoding // table.limits.num_stages))
 
 
-def _stage_budget(table: RequestTable, unfinished: list[Sequence]) -> int:
-    """Return how many prompt tokens the next step may have, so that all stages of a pipeline have work. `unfinished`
-    are the running sequences whose prompts are not finished."""
-    limits = table.limits
-    if limits.num_stages == 1:
-        return limits.max_num_batched_tokens
-    # Whole prompts are counted, not what is left of them: steps that become smaller towards the end gain nothing.
-    total = sum(len(sequence.token_ids) - sequence.request.cached_tokens for sequence in unfinished)
-    for sequence in table.iter_waiting():
-        # More tokens make no difference, and the queue may be long.
-        if limits.prompt_tokens_for(total) == limits.max_prompt_tokens:
-            break
-        total += len(sequence.token_ids)
-    return limits.prompt_tokens_for(total)
+class StageSteps:
+    """Chooses how many prompt tokens a step may have, so that all stages of a pipeline have work.
+
+    Steps do not become smaller as long as there are prompts. Stages are idle for as long as the largest step takes to
+    pass through one of them, whether it is the first step or a later one, so that smaller steps behind it gain nothing.
+    """
+
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
+        self._largest = 0
+        """The most prompt tokens that a step could have since there was a step without any prompt to compute."""
+
+    def budget(self, unfinished: list[Sequence]) -> int:
+        """Return how many prompt tokens the next step may have. `unfinished` are the running sequences whose prompts
+        are not finished. Call it for each step, also if there are no prompts."""
+        limits = self._table.limits
+        if limits.num_stages == 1:
+            return limits.max_num_batched_tokens
+        # Whole prompts are counted, not what is left of them, which the steps in flight do not change.
+        total = sum(len(sequence.token_ids) - sequence.request.cached_tokens for sequence in unfinished)
+        for sequence in self._table.iter_waiting():
+            # More tokens make no difference, and the queue may be long.
+            if limits.prompt_tokens_for(total) == limits.max_prompt_tokens:
+                break
+            total += len(sequence.token_ids)
+        if not unfinished and self._table.peek_waiting() is None:
+            self._largest = 0
+        self._largest = max(self._largest, limits.prompt_tokens_for(total))
+        return self._largest
 
 
 def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:

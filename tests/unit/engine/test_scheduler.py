@@ -292,6 +292,8 @@ def test_a_checkpoint_is_taken_where_the_router_sees_prompts_part() -> None:
         (2, 8192, 600, 512),
         (2, 8192, 8192, 1024),
         (4, 8192, 8192, 512),
+        # Whole tiles of products.
+        (2, 8192, 8200, 1152),
         # Much work goes in so many steps that filling the stages takes a small part of the time.
         (2, 8192, 65536, 2048),
         (4, 8192, 65536, 1024),
@@ -334,3 +336,28 @@ def test_waiting_prompts_count_for_the_size_of_the_steps_of_stages() -> None:
     for name in "abcdefgh":
         add(table, make_work(name, [ord(name)] * 2048))
     assert lengths(scheduler.schedule(0.0)) == {"a": 2048}
+
+
+def test_steps_of_stages_stay_as_large_until_no_prompt_is_left() -> None:
+    """Smaller ones behind a large one gain nothing, since the stages wait for the largest, and cost more launches."""
+    table = make_table(num_blocks=5000, seqs=9, batched=8192, num_stages=2)
+    scheduler, launched = Scheduler(table), list[ScheduledBatch]()
+    for number in range(8):
+        add(table, make_work(str(number), [number] * 2048))
+    while (plan := scheduler.schedule_ahead(0.0)) is not None:
+        launched.append(plan)
+        scheduler.advance(plan)
+    assert [lengths(plan) for plan in launched] == [{str(number): 2048} for number in range(8)]
+    for number in range(8):
+        table.cancel(RequestId(str(number)), None)
+    assert not lengths(scheduler.schedule(0.0))
+    # A prompt alone is divided for all stages again.
+    add(table, make_work("later", [9] * 2048))
+    assert lengths(scheduler.schedule(0.0)) == {"later": 512}
+
+
+def test_stages_with_a_small_limit_get_prompts() -> None:
+    table = make_table(batched=16, num_stages=2)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 20))
+    assert lengths(scheduler.schedule(0.0)) == {"a": 8}
