@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,8 @@ from baton_serve.engine import Engine, EngineConfig, device
 from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
+from baton_serve.engine.execution.decode_graphs import DecodeGraphs
+from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.model.staged import StagedForward
 from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, run
@@ -152,24 +155,37 @@ def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(refer
         engine.unpin(RequestId("pull"))
 
 
+def graphs_of(captured: FakeCapture, kind: type) -> list[FakeGraph]:
+    """Return the graphs that objects of the class `kind` have captured, in all ranks."""
+    return [graph for graph in captured.graphs if isinstance(graph.call.func.__self__, kind)]
+
+
+def replays_of(graphs: list[FakeGraph]) -> int:
+    return sum(graph.replays for graph in graphs)
+
+
 @pytest.mark.parametrize(("stages", "size"), [(2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
-def test_decode_steps_of_all_stages_are_replayed(
+def test_steps_of_all_stages_are_replayed(
     family: str, stages: int, size: int, references: References, captured: FakeCapture
 ) -> None:
     reference = references(family)
     settings = {"pipeline_parallel_size": stages, "tensor_parallel_size": size, "max_num_seqs": 8}
     with make_engine(reference.folder, max_num_batched_tokens=24, **settings) as engine:
-        # For batches of 8, 4, 2 and 1 sequences; none for prompts.
-        assert len(captured.graphs) == 4 * stages * size
+        decodes, prompts = graphs_of(captured, DecodeGraphs), graphs_of(captured, PromptGraphs)
+        # For batches of 8, 4, 2 and 1 sequences.
+        assert len(decodes) == 4 * stages * size
+        # For prompts alone and beside others, of each size up to the largest step: 12 or 8 prompt tokens, and 8 others.
+        assert len(prompts) == 2 * {2: len([16, 20]), 3: len([16])}[stages] * stages * size
         assert not engine._executor.wrong_graphs
-        before = sum(graph.replays for graph in captured.graphs)
+        before = [replays_of(graphs) for graphs in (decodes, prompts)]
         assert ask(engine, reference.prompts) == reference.answers
-        assert sum(graph.replays for graph in captured.graphs) - before > 10 * stages * size
+        after = [replays_of(graphs) for graphs in (decodes, prompts)]
+        assert min(np.subtract(after, before)) > 10 * stages * size
 
 
 @pytest.mark.parametrize("broken", ["cannot be captured", "computes nothing"])
-def test_if_graphs_of_one_stage_fail_none_are_used(
+def test_if_graphs_of_one_stage_fail_decode_steps_use_none(
     broken: str, references: References, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the first stage or the last one, whichever captures later."""
@@ -187,9 +203,11 @@ def test_if_graphs_of_one_stage_fail_none_are_used(
     with make_engine(reference.folder, pipeline_parallel_size=2, max_num_seqs=8) as engine:
         assert len(set(threads)) == 2
         assert not engine._executor.has_graphs
-        before = [graph.replays for graph in captured.graphs]
+        # A stage may replay its steps with prompts, which the others compute without a graph.
+        decodes = graphs_of(captured, DecodeGraphs)
+        before = [graph.replays for graph in decodes]
         assert ask(engine, reference.prompts) == reference.answers
-        assert [graph.replays for graph in captured.graphs] == before
+        assert [graph.replays for graph in decodes] == before
 
 
 def test_stages_of_transformers_layers_are_not_captured(references: References, captured: FakeCapture) -> None:

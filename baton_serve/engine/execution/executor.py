@@ -17,7 +17,7 @@ from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, random_blocks
-from baton_serve.engine.execution.prompt_graphs import PromptGraphs
+from baton_serve.engine.execution.prompt_graphs import PromptGraphs, token_buckets
 from baton_serve.engine.kernels import SlotRows
 from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.kv.cache_groups import layers_of_groups
@@ -138,9 +138,12 @@ class LocalExecutor:
         self._limits = limits
         self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
         self.wrong_graphs: list[KernelVerdict] = []
-        self._stage = CapturedStage(forward, limits.max_num_seqs) if isinstance(forward, StagedForward) else None
-        self._graphs = DecodeGraphs(self._stage or forward, self._layers, limits, argmax, self._states)
-        self._prompts = PromptGraphs(forward, self._layers, limits, self._graphs.last_tokens, no_images, self._states)
+        self._stage: CapturedStage | None = None
+        if isinstance(forward, StagedForward):
+            self._stage = CapturedStage(forward, max(limits.max_num_seqs, token_buckets(limits.max_step_tokens)[-1]))
+        captured = self._stage or forward
+        self._graphs = DecodeGraphs(captured, self._layers, limits, argmax, self._states)
+        self._prompts = PromptGraphs(captured, self._layers, limits, self._graphs.last_tokens, no_images, self._states)
 
     @property
     def has_graphs(self) -> bool:
@@ -152,14 +155,19 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
-        logits = self._prompts.replay(arrays)
-        if logits is None:
+        variant = self._prompts.variant_for(arrays)
+        if variant is None:
             inputs = arrays.upload(self._device, self._graphs.last_tokens)
             inputs = replace(
                 inputs, after_layer=after_layer, states=self._step_states(arrays), slot_rows=self._slot_rows(arrays)
             )
-            logits = self._forward(inputs, self._layers)
-        return logits
+            return self._forward(inputs, self._layers)
+        if self._stage is None:
+            return self._prompts.replay(arrays, variant)
+        self._stage.receive(len(arrays.tokens))
+        hidden = self._prompts.replay(arrays, variant)
+        self._stage.send(hidden)
+        return hidden
 
     def collect(self, computed: Tensor, num_rows: int) -> Tensor:
         return computed
@@ -182,13 +190,14 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
-        if self._stage is None:
-            return self._graphs.replay(arrays)
         count = arrays.inputs.shape[1]
-        self._stage.receive(count)
+        if self._stage is not None:
+            self._stage.receive(count)
         result = self._graphs.replay(arrays)
-        self._stage.send(self._graphs.logits(count))
-        return replace(result, greedy=None)
+        if self._stage is not None:
+            self._stage.send(self._graphs.logits(count))
+            result = replace(result, greedy=None)
+        return result
 
     @torch.inference_mode()
     def logits(self, count: int) -> Tensor:
@@ -219,8 +228,7 @@ class LocalExecutor:
         except RuntimeError as error:
             logger.warning("cannot capture graphs for LoRA adapters, steps with one will be slower: %s", error)
         try:
-            if self._stage is None:  # of pipelines only decode steps are captured
-                self._prompts.capture(capture)
+            self._prompts.capture(capture)
         except RuntimeError as error:
             logger.warning("cannot capture graphs for prompts, short prompts will be slower: %s", error)
         self._prove_graphs()

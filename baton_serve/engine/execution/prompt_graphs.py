@@ -7,6 +7,9 @@ to no sequence and are stored nowhere; padding sequences have no token, no conte
 the chunks of sequences on the device, and programs beyond the last chunk end at once. Steps that fit no graph are
 computed without one.
 
+A stage of a pipeline captures its layers, with activations in the place of logits; of every token, if other layers
+follow.
+
 If an instance reads images, all its prompt graphs accept them: embeddings are copied into memory of the graphs, and
 selected by token. A step of 125 tokens of text took 6.56 ms with this selection and 6.50 without it (H200, Qwen2.5-VL
 7B). Graphs of their own for images would double the time of capturing.
@@ -39,6 +42,7 @@ from baton_serve.engine.model.batch_inputs import (
 )
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
+from baton_serve.engine.model.staged import CapturedStage
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""
@@ -71,18 +75,24 @@ GRAPH_SHAPES = (
 """Shapes of graphs. A step takes the first that fits."""
 
 
-def token_buckets(max_num_batched_tokens: int) -> list[int]:
-    """Return the step sizes in tokens, ascending, for which prompt graphs are captured."""
-    largest = min(max_num_batched_tokens, MAX_GRAPH_TOKENS)
+GraphVariant = tuple[GraphShape, int]
+"""The shape of a graph, and its step size in tokens."""
+
+
+def token_buckets(max_step_tokens: int) -> list[int]:
+    """Return the step sizes in tokens, ascending, for which prompt graphs are captured. `max_step_tokens` is the size
+    of the largest step.
+    """
+    largest = min(max_step_tokens, MAX_GRAPH_TOKENS)
     return [size for size in GRAPH_SIZES_TOKENS if size < largest] + [largest]
 
 
-def graph_variants(limits: SchedulerConfig) -> list[tuple[GraphShape, int]]:
+def graph_variants(limits: SchedulerConfig) -> list[GraphVariant]:
     """Return each pair of a graph shape and a step size in tokens for which a prompt graph is captured, the largest
     first.
     """
     kinds = [kind for kind in reversed(GRAPH_SHAPES) if limits.max_num_seqs > kind.beyond]
-    sizes = reversed(token_buckets(limits.max_num_batched_tokens))
+    sizes = reversed(token_buckets(limits.max_step_tokens))
     return [(kind, size) for size, kind in product(sizes, kinds) if size > kind.beyond]
 
 
@@ -121,12 +131,13 @@ class PromptGraphs:
         """
         device = layers[0].device
         self._forward = forward
+        self._has_all_rows = isinstance(forward, CapturedStage) and not forward.is_last
         self._layers = layers
         self._limits = limits
         self._last_tokens = last_tokens
         self._states = states or {}
         self._device = device
-        self._sizes = token_buckets(limits.max_num_batched_tokens)
+        self._sizes = token_buckets(limits.max_step_tokens)
         most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
         # Without images the three rows of positions are always equal, and one is enough.
         num_rows = POSITIONS + (3 if limits.has_position_rows and no_images is not None else 1)
@@ -139,8 +150,9 @@ class PromptGraphs:
         """The block tables of all cache groups."""
         self._features = None if no_images is None else no_images.new_zeros((self._sizes[-1], no_images.shape[1]))
         """Image embeddings, by row of the step."""
-        self._logits: Tensor | None = None
-        self._graphs: dict[tuple[GraphShape, int], Graph] = {}
+        self._output: Tensor | None = None
+        """Logits, or the activations of a stage."""
+        self._graphs: dict[GraphVariant, Graph] = {}
 
     @torch.inference_mode()
     def capture(self, capture: CaptureGraph) -> None:
@@ -152,7 +164,7 @@ class PromptGraphs:
         if self._limits.source_tokens:
             return  # these graphs have no blocks of sources
         self._fill_nothing()
-        graphs: dict[tuple[GraphShape, int], Graph] = {}
+        graphs: dict[GraphVariant, Graph] = {}
         for kind, size in graph_variants(self._limits):
             self._compute(kind, size)  # compiles kernels and allocates what libraries keep
             graphs[kind, size] = capture(partial(self._compute, kind, size))
@@ -176,7 +188,7 @@ class PromptGraphs:
                 f"step of {size} tokens and up to {kind.num_seqs} sequences",
                 states.reset_before(partial(self._compute, kind, size)),
                 states.reset_before(graph.replay),
-                partial(self._last_logits, len(arrays.context_lens)),
+                partial(self._last_output, self._num_rows(arrays)),
                 states.compared(),
             )
         states.clear()
@@ -190,30 +202,38 @@ class PromptGraphs:
         positions = arrays.positions + rows * (arrays.positions < 3)
         return replace(arrays, images=[image], positions=positions)
 
-    def _last_logits(self, count: int) -> Tensor:
-        assert self._logits is not None
-        return self._logits[:count]
+    def _num_rows(self, arrays: StepArrays) -> int:
+        """Return the number of rows of the result of a step."""
+        assert arrays.logit_rows is not None
+        return len(arrays.tokens if self._has_all_rows else arrays.logit_rows)
+
+    def _last_output(self, count: int) -> Tensor:
+        assert self._output is not None
+        return self._output[:count]
 
     def release(self) -> None:
         """Free all captured graphs; later steps with prompt tokens are computed without graphs."""
         self._graphs = {}
 
-    def replay(self, arrays: StepArrays) -> Tensor | None:
-        """Launch a step by a captured graph, and return its logits [num_logits, vocab_size], which the next step
-        overwrites.
-
-        Return None if no graph fits the step; then nothing was launched, and the caller computes it without a graph.
+    def variant_for(self, arrays: StepArrays) -> GraphVariant | None:
+        """Return the captured graph that can compute a step, for `replay`. Return None if no graph fits it; then the
+        caller computes it without a graph.
         """
         count = len(arrays.tokens)
         if not self._graphs or count > self._sizes[-1] or not self._accepts(arrays):
             return None
         if (kind := graph_shape_for(arrays)) is None:
             return None
-        size = next(size for size in self._sizes if size >= count)
-        self._fill_inputs(arrays, kind, size)
-        self._graphs[kind, size].replay()
-        assert arrays.logit_rows is not None
-        return self._last_logits(len(arrays.logit_rows))
+        return kind, next(size for size in self._sizes if size >= count)
+
+    def replay(self, arrays: StepArrays, variant: GraphVariant) -> Tensor:
+        """Launch a step by the captured graph `variant`, which `variant_for` has returned for it. Return its logits
+        [num_logits, vocab_size], which the next step overwrites. On a stage of a pipeline they are activations, as
+        `StagePart.run_stage` returns them.
+        """
+        self._fill_inputs(arrays, *variant)
+        self._graphs[variant].replay()
+        return self._last_output(self._num_rows(arrays))
 
     def _accepts(self, arrays: StepArrays) -> bool:
         """Return whether the graphs accept the images of a step, if there are any."""
@@ -273,12 +293,12 @@ class PromptGraphs:
         rows = self._inputs[LOGIT_ROWS, :num_seqs]
         states = StepStates(self._inputs[STATES, :num_seqs], [], self._states) if self._states else None
         step = StepInputs(tokens, positions, rows, meta, static_images=images, states=states, layer_metas=metas)
-        logits = self._forward(step, self._layers)
+        output = self._forward(step, self._layers)
         # The result must lie outside the scratch memory, which the next graph overwrites.
-        if self._logits is None:
+        if self._output is None:
             most_seqs = max(kind.num_seqs for kind in GRAPH_SHAPES)
-            self._logits = logits.new_empty((most_seqs, logits.shape[1]))
-        self._logits[:num_seqs] = logits
+            self._output = output.new_empty((max(most_seqs, len(output)), output.shape[1]))
+        self._output[: len(output)] = output
 
     def _layer_metas(self, meta: AttentionMetadata, indexes: Tensor) -> list[AttentionMetadata]:
         """Return the batch of each layer, for models with cache groups. A token's slot follows from its index in its

@@ -193,7 +193,8 @@ class StagedForward:
 
 class CapturedStage:
     """Implements `Forward` for the layers of one pipeline stage between a receive and a send, so that `DecodeGraphs`
-    can capture them. Its result is not logits but what the stage sends. `receive` and `send` stay outside of graphs.
+    and `PromptGraphs` can capture them. Its result is not logits but what the stage sends. `receive` and `send` stay
+    outside of graphs.
     """
 
     parts = None
@@ -203,10 +204,14 @@ class CapturedStage:
         """Allocate the memory from which graphs read at most `max_rows` rows of activations of the stage before."""
         self._part, self._links = staged.part, staged.links
         self.is_capturable = staged.is_capturable
+        self.is_last = self._links.is_last
+        """True on the last stage, whose result has only the rows that need logits."""
         self._received = self._links.received_rows(max_rows)
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
-        """Compute this stage's layers, and return the activations for the next stage, [num_tokens, hidden]."""
+        """Compute this stage's layers, and return the activations for the next stage, [num_tokens, hidden], or from the
+        last stage the input of the head, [num_logits, hidden].
+        """
         # The layers change their input, but a graph may be compared with the same work on the same input.
         received = None if self._received is None else self._received[: len(inputs.input_ids)].clone()
         return self._part.run_stage(inputs, layers, received)
