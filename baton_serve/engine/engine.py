@@ -297,7 +297,8 @@ class Engine:
         self._pins[pin_id] = [name for name, _ in pinned]
         self._host.move()
         self.kv.mark(block for _, block in pinned)
-        self._mirror_refs.publish([CompletedBlocks(pin_id, pinned)])
+        later = self._steps.num_in_stages if self.limits.num_stages > 1 else None
+        self._mirror_refs.publish([CompletedBlocks(pin_id, pinned)], steps_after=later)
         return pinned
 
     def unpin(self, pin_id: RequestId) -> None:

@@ -1,8 +1,9 @@
 """Stages of a pipeline, each with some of the layers, give the tokens of transformers.generate."""
 
 import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.model.staged import StagedForward
 from tests.engine.conftest import FakeCapture, FakeGraph, References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threaded_ranks")]
 
@@ -182,6 +183,59 @@ def test_steps_of_all_stages_are_replayed(
         assert ask(engine, reference.prompts) == reference.answers
         after = [replays_of(graphs) for graphs in (decodes, prompts)]
         assert min(np.subtract(after, before)) > 10 * stages * size
+
+
+class NumberedEvent:
+    """Stands in for an event of a device: `number` counts the events of its thread."""
+
+    counts: ClassVar[Counter[int]] = Counter()
+
+    def __init__(self, _: torch.device) -> None:
+        self.counts[threading.get_ident()] += 1
+        self.number = self.counts[threading.get_ident()]
+
+    def query(self) -> bool:
+        return False
+
+
+class RecordedStream:
+    """Stands in for a second stream of a device: it records how many events of the thread came after each event for
+    which it waits.
+    """
+
+    later: ClassVar[dict[int, list[int]]] = {}
+
+    def __init__(self, _: torch.device) -> None:
+        self.later.setdefault(threading.get_ident(), [])
+
+    def wait(self, event: NumberedEvent) -> None:
+        thread = threading.get_ident()
+        self.later[thread].append(event.counts[thread] - event.number)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+def test_copies_to_the_mirror_do_not_wait_for_steps_behind_them(
+    references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = references("llama")
+    place_kv_caches(monkeypatch, "mirrored")
+    for name, fake in (("record", NumberedEvent), ("SideStream", RecordedStream), ("has_side_streams", bool)):
+        monkeypatch.setattr(device, name, fake)
+    NumberedEvent.counts.clear()
+    RecordedStream.later.clear()
+    with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
+        for number in (2, 3):  # prompts of 33 and 100 tokens, in steps of 16
+            engine.add(make_work(engine, f"{number}", reference.prompts[number]), mode="prefill")
+        run(engine)
+        by_stage = [waits for waits in RecordedStream.later.values() if waits]
+        # The second prompt is in both stages, and the next step of it was launched, when the first one is complete.
+        assert [max(waits) for waits in by_stage] == [2, 2]
+        assert [min(waits) for waits in by_stage] == [0, 0]
 
 
 @pytest.mark.parametrize("broken", ["cannot be captured", "computes nothing"])

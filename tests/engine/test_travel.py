@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine import Engine
+from baton_serve.engine import Engine, device
+from baton_serve.engine.kv.kv_cache import CopyOrder
 from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 from tests.tiny_models import write_tiny_model
 
@@ -68,3 +70,52 @@ def test_a_cancelled_reservation_gives_its_host_memory_back(folder: Path) -> Non
         assert host_bytes(sink) > 0
         sink.cancel(RequestId("w"))
         assert host_bytes(sink) == 0
+
+
+def test_a_copy_to_the_mirror_waits_for_its_step_and_for_other_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, made = list[str](), list[str]()
+
+    class Event:
+        def __init__(self, _: torch.device) -> None:
+            made.append(f"event {len(made)}")
+            self.name = made[-1]
+
+        def query(self) -> bool:
+            return False
+
+    class Stream:
+        def __init__(self, _: torch.device) -> None:
+            """Have no memory."""
+
+        def wait(self, event: Event) -> None:
+            waits.append(event.name)
+
+        def __enter__(self) -> None:
+            waits.append("enter")
+
+        def __exit__(self, *_: object) -> None:
+            waits.append("exit")
+
+    for name, fake in (("record", Event), ("SideStream", Stream), ("has_side_streams", bool)):
+        monkeypatch.setattr(device, name, fake)
+    order = CopyOrder(torch.device("cpu"), has_copies=True)
+
+    def waited(blocks: list[int], steps_after: int | None) -> list[str]:
+        waits.clear()
+        with order.copying(blocks, steps_after):
+            waits.append("copy")
+        return waits[:-3]
+
+    for _ in range(3):
+        order.end_step()  # events 0 to 2
+    assert waited([1], 2) == ["event 0"]
+    assert waits[-3:] == ["enter", "copy", "exit"]
+    assert waited([1], 0) == ["event 2"]
+    # Steps that are forgotten ended before those that are not.
+    assert waited([1], 9) == ["event 0"]
+    # All work that is queued, for callers that do not know the step.
+    assert waited([1], None) == ["event 3"]
+    # A fork, or KV that was received, may be written after the step.
+    order.end_write([1, 2])
+    assert waited([0, 1, 2], 2) == ["event 0", "event 4"]
+    assert waited([0], 2) == ["event 0"]

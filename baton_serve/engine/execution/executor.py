@@ -134,6 +134,7 @@ class LocalExecutor:
         self._forward = forward
         self._states = states or {}
         self._device = cache.device
+        self._order = cache.order
         self._layers = layers_of_groups(cache.layers(), limits.layer_groups)
         self._limits = limits
         self._blocks = ProofBlocks(cache.num_blocks, limits.block_tokens)
@@ -155,6 +156,11 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def compute(self, arrays: StepArrays, after_layer: AfterLayer | None = None) -> Tensor:
+        computed = self._compute(arrays, after_layer)
+        self._order.end_step()
+        return computed
+
+    def _compute(self, arrays: StepArrays, after_layer: AfterLayer | None) -> Tensor:
         variant = self._prompts.variant_for(arrays)
         if variant is None:
             inputs = arrays.upload(self._device, self._graphs.last_tokens)
@@ -197,6 +203,7 @@ class LocalExecutor:
         if self._stage is not None:
             self._stage.send(self._graphs.logits(count))
             result = replace(result, greedy=None)
+        self._order.end_step()
         return result
 
     @torch.inference_mode()

@@ -9,7 +9,9 @@ rank on another host than the mirror has its part alone, and sends or receives c
 
 import mmap
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,6 +75,54 @@ class BlockPart:
         return sum(sizes[: chosen.start]), sum(sizes[: chosen.stop])
 
 
+class CopyOrder:
+    """Lets copies out of the cache wait for the step that has computed their blocks, and run beside later steps that
+    are queued already. Without a second stream, copies wait for all of them.
+    """
+
+    KEPT_STEPS = 16
+    """Number of steps whose ends are known. More are never in flight."""
+
+    def __init__(self, device: torch.device, *, has_copies: bool) -> None:
+        """Without `has_copies` nothing is recorded, and `copying` must not be called."""
+        self._device = device
+        self._stream: devices.SideStream | None = None
+        if has_copies and devices.has_side_streams(device):
+            self._stream = devices.SideStream(device)
+        self._step_ends: deque[devices.DeviceEvent] = deque(maxlen=self.KEPT_STEPS)
+        self._written: dict[int, devices.DeviceEvent] = {}
+        """By block: the end of work other than a step that writes it."""
+
+    def end_step(self) -> None:
+        """Record that all work of a step has been queued."""
+        if self._stream is not None:
+            self._step_ends.append(devices.record(self._device))
+
+    def end_write(self, blocks: Iterable[int]) -> None:
+        """Record that work other than a step, such as a copy, has been queued that writes these blocks."""
+        if self._stream is not None:
+            self._written = {block: event for block, event in self._written.items() if not event.query()}
+            self._written.update(dict.fromkeys(blocks, devices.record(self._device)))
+
+    @contextmanager
+    def copying(self, blocks: Sequence[int], steps_after: int | None) -> Iterator[None]:
+        """Inside the context, queue copies of these blocks behind the work that has written them. `steps_after` steps
+        have been queued after the step that has computed the blocks; None: wait for all work that is queued.
+        """
+        if self._stream is None:
+            yield
+            return
+        if steps_after is None or not self._step_ends:
+            self._stream.wait(devices.record(self._device))
+        else:
+            # A step that is not known any more ended before the oldest one that is.
+            self._stream.wait(self._step_ends[max(0, len(self._step_ends) - 1 - steps_after)])
+            for event in {id(found): found for block in blocks if (found := self._written.get(block))}.values():
+                self._stream.wait(event)
+        with self._stream:
+            yield
+
+
 class KVCache:
     """The memory of all KV blocks: a tensor [num_blocks, num_layers, num_planes, num_kv_heads, block_tokens (+ scale
     rows), head_dim], or [num_blocks, elements] if the layers have different shapes. The planes are K and V.
@@ -107,6 +157,7 @@ class KVCache:
         place = place or _place(device, part)
         self._part = part or BlockPart()
         self.is_mirrored = place == "mirrored"
+        self.order = CopyOrder(device, has_copies=part is not None)
         self.shared_fd: int | None = shared_fd
         self.host_view: memoryview | None = None
         self.versions = [0] * num_blocks
@@ -160,16 +211,17 @@ class KVCache:
         views = [host] if is_equal else _layers_of_part(host, self.layout, part)
         return PartCopies([view.view(torch.uint8) for view in views])
 
-    def read_part(self, blocks: Sequence[int]) -> memoryview:
-        """Return a copy of this rank's part of some blocks, one after another."""
-        chosen = self.device_tensor[torch.tensor(blocks, device=self.device)]
-        return chosen.cpu().numpy().data.cast("B")
+    def read_part(self, blocks: Sequence[int], steps_after: int | None = None) -> memoryview:
+        """Return a copy of this rank's part of some blocks, one after another. `steps_after` is as in `to_host`."""
+        with self.order.copying(blocks, steps_after):
+            return self.device_tensor[torch.tensor(blocks, device=self.device)].cpu().numpy().data.cast("B")
 
     def write_part(self, blocks: Sequence[int], data: memoryview) -> None:
         """Overwrite this rank's part of some blocks with bytes in the form of `read_part`."""
         # A copy, because torch wants writable memory.
         parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), -1)
         self.device_tensor[torch.tensor(blocks, device=self.device)] = parts.to(self.device)
+        self.order.end_write(blocks)
 
     def layers(self) -> list[Tensor]:
         """Return one strided view of the cache for each layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim],
@@ -194,6 +246,7 @@ class KVCache:
         for part in [self.tensor] if self._own_layers is None else self._own_layers:
             blocks = part.view(torch.uint8)
             blocks[target] = blocks[source]
+        self.order.end_write(targets)
 
     def reached(self) -> devices.DeviceEvent | None:
         """Return a new event at the end of all work that this thread has queued on the device so far; None if
@@ -223,10 +276,18 @@ class KVCache:
                     found[id(event)] = event
         return list(found.values())
 
-    def to_host(self, blocks: Iterable[int]) -> None:
+    def to_host(self, blocks: Iterable[int], steps_after: int | None = None) -> None:
         """Copy this rank's part of these blocks from the device to the mirror, the shared host memory that transports
-        read. Do nothing without a mirror."""
-        if self.is_mirrored:
+        read, and wait until it is there. Do nothing without a mirror.
+
+        `steps_after` is how many steps have been queued after the one that has computed the blocks: the copy does not
+        wait for them. None: it waits for all work that is queued on the device.
+        """
+        if not self.is_mirrored:
+            return
+        blocks = list(blocks)
+        with self.order.copying(blocks, steps_after):
+            # From the device to ordinary memory, a copy returns when it has ended.
             for block in blocks:
                 for own, mirror in self._mirror():
                     mirror[block].copy_(own[block])
@@ -235,9 +296,11 @@ class KVCache:
         """Copy this rank's part of these blocks to the device from the mirror, the shared host memory that transports
         write. Do nothing without a mirror."""
         if self.is_mirrored:
+            blocks = list(blocks)
             for block in blocks:
                 for own, mirror in self._mirror():
                     own[block].copy_(mirror[block])
+            self.order.end_write(blocks)
 
     def _mirror(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of tensors: this rank's part of the cache on the device, and the same part of the mirror in

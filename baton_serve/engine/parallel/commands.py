@@ -216,6 +216,9 @@ class ToHost(msgspec.Struct, frozen=True, tag=True):
     """
 
     blocks: list[int]
+    steps_after: int | None = None
+    """Number of steps that were sent after the one that has computed the blocks, for which the copy does not wait.
+    None: it waits for all work before it."""
 
 
 class FromHost(msgspec.Struct, frozen=True, tag=True):

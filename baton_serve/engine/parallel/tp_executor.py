@@ -179,7 +179,7 @@ class BlockCopier(Protocol):
     @property
     def is_mirrored(self) -> bool: ...
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None: ...
-    def to_host(self, blocks: Iterable[int]) -> None: ...
+    def to_host(self, blocks: Iterable[int], steps_after: int | None = None) -> None: ...
     def from_host(self, blocks: Iterable[int]) -> None: ...
     def forget_host(self, blocks: Iterable[int]) -> None: ...
 
@@ -198,13 +198,13 @@ class TPBlockCopier:
         self._ranks.send_command(CopyBlocks(list(sources), list(targets)))
         self._own.copy_blocks(sources, targets)
 
-    def to_host(self, blocks: Iterable[int]) -> None:
+    def to_host(self, blocks: Iterable[int], steps_after: int | None = None) -> None:
         """Copy these blocks from the device to their copies in host memory, which all ranks share. Return when every
-        rank has copied its part.
+        rank has copied its part. `steps_after` is as in `KVCache.to_host`.
         """
         for chosen in self._groups(blocks):
-            self._ranks.expect_answer(ToHost(chosen))
-            self._own.to_host(chosen)
+            self._ranks.expect_answer(ToHost(chosen, steps_after))
+            self._own.to_host(chosen, steps_after)
             self._ranks.wait()
 
     def from_host(self, blocks: Iterable[int]) -> None:

@@ -155,11 +155,11 @@ class TPWorker:
                 self._answer(0)
             return
         if isinstance(command, ToHost) and self._is_remote:
-            part = PartBytes(command.blocks, self._blocks.read_part(command.blocks))
+            part = PartBytes(command.blocks, self._blocks.read_part(command.blocks, command.steps_after))
             self._channel.send(self._channel.encode(part))
             return
         if isinstance(command, ToHost):
-            self._blocks.to_host(command.blocks)
+            self._blocks.to_host(command.blocks, command.steps_after)
         elif command.data is not None:
             self._blocks.write_part(command.blocks, command.data)
         else:

@@ -23,15 +23,19 @@ class MirrorRefs:
         self._users: Counter[int] = Counter()
         self._blocks_of: dict[RequestId, list[int]] = {}
 
-    def publish(self, completed: Iterable[CompletedBlocks]) -> None:
+    def publish(self, completed: Iterable[CompletedBlocks], steps_after: int | None = None) -> None:
         """Copy computed blocks of requests from the devices to the mirror in host memory, where transports read them
-        until `end` is called for the request. Do nothing without a mirror."""
+        until `end` is called for the request. Do nothing without a mirror.
+
+        `steps_after` is how many steps have been launched after the last one that computed some of these blocks: the
+        copies do not wait for them. None: they wait for all steps.
+        """
         if not self._cache.is_mirrored:
             return
         for of_request in completed:
             blocks = [block for _, block in of_request.blocks]
             # shared blocks are there already
-            self._cache.to_host([block for block in blocks if not self._users[block]])
+            self._cache.to_host([block for block in blocks if not self._users[block]], steps_after)
             self._users.update(blocks)
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
 

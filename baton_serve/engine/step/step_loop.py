@@ -104,6 +104,11 @@ class StepLoop:
             for block in chunk.sequence.blocks[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
         }
 
+    @property
+    def num_in_stages(self) -> int:
+        """Return the number of steps that the stages of a pipeline compute."""
+        return len(self._in_stages)
+
     def _step_in_stages(self, result: StepResult) -> None:
         """With pipeline parallelism: launch steps until each stage has one or nothing is left to compute. Then wait for
         the oldest step, and add its results to `result`."""
@@ -225,7 +230,8 @@ class StepLoop:
         # Transports wait for the event of this step, not for that of the step that was launched after it.
         done = (block for completed in result.completed for _, block in completed.blocks)
         self._memory.kv.mark(done, after=launched.computed)
-        self._memory.mirror_refs.publish(result.completed)
+        # The steps that are in the stages were launched after this one.
+        self._memory.mirror_refs.publish(result.completed, steps_after=len(self._in_stages))
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
