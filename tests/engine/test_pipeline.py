@@ -11,13 +11,15 @@ import torch
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine import Engine, EngineConfig, device
+from baton_serve.engine import Engine, EngineConfig, StepResult, device
 from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.model.staged import StagedForward
+from baton_serve.engine.step.in_flight import InFlightStep
+from baton_serve.engine.step.step_loop import StepLoop
 from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 
@@ -118,10 +120,34 @@ def test_every_stage_has_a_step_while_prompts_have_chunks(references: References
     with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
         engine.add(make_work(engine, "long", reference.prompts[3]))
         engine.step()
-        # The first step is finished, and before its tokens were read the first stage got another chunk.
+        # The first step is finished, and before that the first stage got two chunks more, as the first samples nothing.
         chunks = [(chunk.start, chunk.length) for step in engine._steps._in_stages for chunk in step.plan.chunks]
-        assert chunks == [(16, 16), (32, 16)]
+        assert chunks == [(16, 16), (32, 16), (48, 16)]
         assert run(engine)["long", 0] == reference.answers[3]
+
+
+def test_a_token_is_not_delayed_by_one_more_step(references: References, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step is waited for behind one other step alone, and so is any step beside sequences that decode."""
+    reference, behind = references("llama"), list[tuple[bool, int]]()
+    plain = StepLoop._choose
+
+    def choose(self: StepLoop, launched: InFlightStep, result: StepResult) -> InFlightStep | None:
+        behind.append((bool(launched.plan.rows), len(self._in_stages) - 1))
+        return plain(self, launched, result)
+
+    monkeypatch.setattr(StepLoop, "_choose", choose)
+    with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
+        engine.add(make_work(engine, "decoding", reference.prompts[0]))
+        while not engine.step().tokens:
+            """Compute its prompt."""
+        engine.add(make_work(engine, "long", reference.prompts[3]))
+        behind.clear()
+        assert run(engine)["long", 0] == reference.answers[3]
+        assert {count for _, count in behind} <= {0, 1} and (False, 1) in behind
+        engine.add(make_work(engine, "alone", reference.prompts[3][::-1]))
+        behind.clear()
+        run(engine)
+        assert max(count for is_sampled, count in behind if not is_sampled) == 2
 
 
 def test_the_head_is_computed_only_for_steps_that_sample(
@@ -146,9 +172,9 @@ def test_only_blocks_that_all_stages_have_computed_are_shown_to_transports(refer
         work = make_work(engine, "long", references("llama").prompts[3])
         engine.add(work)
         engine.step()
-        # One chunk of a block is finished; two more are registered, and the stages still compute them.
+        # One chunk of a block is finished; three more are registered, and the stages still compute them.
         names = hash_blocks(work.root, work.token_ids[:96], 16)
-        assert len(engine.cached_block_hashes()) == 3
+        assert len(engine.cached_block_hashes()) == 4
         assert [name for name, _ in engine.pin(RequestId("pull"), names)] == names[:1]
         engine.unpin(RequestId("pull"))
         run(engine)
@@ -233,8 +259,8 @@ def test_copies_to_the_mirror_do_not_wait_for_steps_behind_them(
             engine.add(make_work(engine, f"{number}", reference.prompts[number]), mode="prefill")
         run(engine)
         by_stage = [waits for waits in RecordedStream.later.values() if waits]
-        # The second prompt is in both stages, and the next step of it was launched, when the first one is complete.
-        assert [max(waits) for waits in by_stage] == [2, 2]
+        # When the first prompt is complete, the stages have three steps of the second one.
+        assert [max(waits) for waits in by_stage] == [3, 3]
         assert [min(waits) for waits in by_stage] == [0, 0]
 
 
@@ -359,13 +385,15 @@ class RecordedGroup:
 def test_each_send_and_receive_of_a_device_is_a_batch() -> None:
     """Libraries warn of others."""
     forward, back = RecordedGroup(), RecordedGroup()
-    links = StageLinks(forward, back, Peers(0, None, 0, 1), torch.empty(0, 8), is_first=False)
+    links = StageLinks(forward, back, Peers(0, None, 0, 1), torch.empty(0, 8), is_first=False, max_in_flight=4)
     received = links.receive(3)
     assert received is not None
     links.send(received[:2])
     assert forward.calls == ["begin", "receive (3, 8) from 0", "end", "wait"]
     assert back.calls == ["begin", "send (2, 8) to 0", "end"]
-    for _ in range(2):
+    for _ in range(3):
         links.send(received)
-    # The third one waits for the first, whose memory is free then.
+    assert back.calls.count("wait") == 0
+    links.send(received)
+    # The fifth one waits for the first, whose memory is free then.
     assert back.calls.count("wait") == 1

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 MAX_RUNNING_SENDS = 2
-"""Number of sends that may still run when another one starts; it bounds the memory of their activations."""
+"""Number of sends to the next stage that may still run when another one starts; it bounds the memory of their
+activations."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,21 @@ class StageLinks:
     the same order.
     """
 
-    def __init__(self, forward: Any, back: Any, peers: Peers, like: Tensor, *, is_first: bool) -> None:
+    def __init__(
+        self, forward: Any, back: Any, peers: Peers, like: Tensor, *, is_first: bool, max_in_flight: int
+    ) -> None:
         """Use two process groups of torch.distributed: `forward` sends to the next stage, `back` from the last stage to
         the first. `like` is an empty tensor [0, hidden_size] with device and dtype of the activations. `is_first` says
-        that this rank belongs to the first stage.
+        that this rank belongs to the first stage. `max_in_flight` is the largest number of steps that the stages
+        compute at the same time.
         """
         self._forward, self._back, self._peers, self._like = forward, back, peers, like
         self._is_first = is_first
         self.is_last = peers.after is None
         self._is_batched = _has_batches(forward, like.device)
+        # The first stage may wait for an answer of the last one before it receives results, so that the last one must
+        # not wait for the first. Results are few rows.
+        self._max_running = max_in_flight if self.is_last else MAX_RUNNING_SENDS
         self._running: deque[tuple[Any, Tensor]] = deque()
 
     def send(self, hidden: Tensor) -> None:
@@ -57,7 +64,7 @@ class StageLinks:
         hidden = hidden.contiguous()
         # The library reads the tensor later, so it must stay alive until then.
         self._running.append((self._started(group, lambda: group.send([hidden], peer, 0)), hidden))
-        while len(self._running) > MAX_RUNNING_SENDS:
+        while len(self._running) > self._max_running:
             work, _ = self._running.popleft()
             work.wait()
 
@@ -89,7 +96,7 @@ class StageLinks:
         """Return the most memory in bytes that activations of `num_rows` rows take while they are sent, and while the
         device has not come to a step whose input this rank has received.
         """
-        return (MAX_RUNNING_SENDS + 1) * num_rows * self._like.shape[1] * self._like.element_size()
+        return (self._max_running + 1) * num_rows * self._like.shape[1] * self._like.element_size()
 
     def abort(self) -> None:
         """Make `send` and `receive` return if they wait for a rank that has exited, if the backend supports that.

@@ -11,6 +11,9 @@ from baton_serve.engine.errors import ConfigError
 
 MEMORY_TOLERANCE = 0.1
 """Devices whose memory differs by less than this share count as equal, so that equal cards get equal stages."""
+STEPS_BEYOND_STAGES = 2
+"""How many steps more than stages a pipeline computes at most: one while the first stage waits for the oldest step, and
+one so that a stage with a short step need not wait for one with a long step."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import TIMEOUT_S, Collectives, SingleRank, TorchCollectives
 from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.shard import Shard
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage import STEPS_BEYOND_STAGES, WHOLE_PIPELINE, Stage
 
 LOOPBACK = "127.0.0.1"
 
@@ -111,7 +111,14 @@ class World:
             forward, back = self._distributed.group.WORLD, self._distributed.new_group(every)
         else:
             forward = back = self._gloo("stages", place.rank, place.world_size)
-        return StageLinks(forward, back, place.peers(), like, is_first=place.stage.is_first)
+        return StageLinks(
+            forward,
+            back,
+            place.peers(),
+            like,
+            is_first=place.stage.is_first,
+            max_in_flight=place.num_stages + STEPS_BEYOND_STAGES,
+        )
 
     def close(self) -> None:
         """Leave the process groups, if torch supports that without waiting for the other ranks, which may have exited

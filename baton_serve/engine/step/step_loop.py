@@ -112,16 +112,31 @@ class StepLoop:
     def _step_in_stages(self, result: StepResult) -> None:
         """With pipeline parallelism: launch steps until each stage has one or nothing is left to compute. Then wait for
         the oldest step, and add its results to `result`."""
-        while len(self._in_stages) < self._table.limits.num_stages and self._begin_in_stages():
+        while len(self._in_stages) < self._num_before_waiting() and self._begin_in_stages():
             pass
         if self._in_stages:
+            count = self._num_before_waiting()
             current = self._choose(self._in_stages[0], result)
             # The first stage must have work while the host processes the tokens of this step. Launched before `_choose`
             # it would delay them, since the device computes it first.
-            self._begin_in_stages()
+            if len(self._in_stages) <= count:
+                self._begin_in_stages()
             self._in_stages.popleft()
             if current is not None:
                 self._finish(current, result)
+
+    def _num_before_waiting(self) -> int:
+        """Return how many steps the stages of a pipeline have before the first stage waits for the oldest one: one for
+        each stage, and one more if no token is delayed by it.
+
+        With that one more, a stage whose step is short goes on with the next, although that of another stage is long.
+        Chunks of one prompt take longer the more tokens are before them.
+        """
+        stages = self._table.limits.num_stages
+        if not self._in_stages or self._in_stages[0].plan.rows:
+            return stages
+        is_decoding = any(sequence.num_generated for sequence in self._table.running)
+        return stages if is_decoding else stages + 1
 
     def _begin_in_stages(self) -> bool:
         """With pipeline parallelism: schedule one more step and launch it on the first stage. Return False if there is
