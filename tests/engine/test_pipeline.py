@@ -139,7 +139,7 @@ def test_a_token_is_not_delayed_by_one_more_step(references: References, monkeyp
     with make_engine(reference.folder, max_num_batched_tokens=32, pipeline_parallel_size=2) as engine:
         engine.add(make_work(engine, "decoding", reference.prompts[0]))
         while not engine.step().tokens:
-            """Compute its prompt."""
+            assert engine.has_work()
         engine.add(make_work(engine, "long", reference.prompts[3]))
         behind.clear()
         assert run(engine)["long", 0] == reference.answers[3]

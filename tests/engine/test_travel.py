@@ -84,8 +84,8 @@ def test_a_copy_to_the_mirror_waits_for_its_step_and_for_other_writes(monkeypatc
             return False
 
     class Stream:
-        def __init__(self, _: torch.device) -> None:
-            """Have no memory."""
+        def __init__(self, device: torch.device) -> None:
+            assert device.type == "cpu"
 
         def wait(self, event: Event) -> None:
             waits.append(event.name)
@@ -111,7 +111,7 @@ def test_a_copy_to_the_mirror_waits_for_its_step_and_for_other_writes(monkeypatc
     assert waited([1], 2) == ["event 0"]
     assert waits[-3:] == ["enter", "copy", "exit"]
     assert waited([1], 0) == ["event 2"]
-    # Steps that are forgotten ended before those that are not.
+    # A forgotten step ended before the oldest that is known.
     assert waited([1], 9) == ["event 0"]
     # All work that is queued, for callers that do not know the step.
     assert waited([1], None) == ["event 3"]

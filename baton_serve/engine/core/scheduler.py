@@ -500,7 +500,7 @@ class StageSteps:
 
     def budget(self, unfinished: list[Sequence]) -> int:
         """Return how many prompt tokens the next step may have. `unfinished` are the running sequences whose prompts
-        are not finished. Call it for each step, also if there are no prompts."""
+        are not finished. Call it for each step, even without a prompt to compute."""
         limits = self._table.limits
         if limits.num_stages == 1:
             return limits.max_num_batched_tokens
