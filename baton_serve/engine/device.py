@@ -164,6 +164,15 @@ def has_side_streams(device: torch.device) -> bool:
     return device.type != "cpu" and all(hasattr(_module(device), name) for name in ("Stream", "Event", "stream"))
 
 
+def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch's grouped products of this dtype read nothing back from a device, as captured graphs need.
+    Elsewhere torch computes them group by group, with their sizes on the host.
+    """
+    if device.type != "cuda" or dtype != torch.bfloat16 or not hasattr(torch.nn.functional, "grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+
+
 def has_graphs(device: torch.device) -> bool:
     """Return whether the device can capture work in a graph and replay it, as CUDA graphs do."""
     return device.type != "cpu" and _graph_type(device) is not None and hasattr(_module(device), "graph")

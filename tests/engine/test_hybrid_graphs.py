@@ -5,6 +5,7 @@ On the CPU a graph is stood in for by calling the recorded function again.
 
 import pytest
 
+from baton_serve.engine import device as devices
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kernels import selection
@@ -31,12 +32,15 @@ def test_replayed_steps_give_the_right_tokens(family: str, references: Reference
         assert not engine._executor.wrong_graphs
 
 
-@pytest.mark.parametrize("family", ["bamba", "falcon_h1", "mamba"])
-def test_replayed_steps_of_state_spaces_give_the_right_tokens(
+@pytest.mark.parametrize(
+    "family", ["bamba", "falcon_h1", "mamba", "granitemoehybrid", "jamba", "kimi_linear", "minimax", "nemotron_h"]
+)
+def test_replayed_steps_of_transformers_layers_give_the_right_tokens(
     family: str, references: References, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With the C++ kernels of CPUs these layers would run in transformers' own forward, which is not captured.
     monkeypatch.setattr(selection, "load_kernels", no_kernels)
+    monkeypatch.setattr(devices, "has_grouped_products", lambda *_: True)
     reference = references(family)
     with make_engine(reference.folder, max_num_seqs=6, max_num_batched_tokens=24) as engine:
         decodes, prompts = captured.graphs[:4], captured.graphs[4:]  # decode steps of 6, 4, 2 and 1

@@ -27,6 +27,7 @@ from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
 from baton_serve.engine.model.lora.store import AdapterStore
+from baton_serve.engine.model.mixture_of_experts import install_experts, stays_on_device
 from baton_serve.engine.model.packed_modules import pack_modules
 from baton_serve.engine.model.paged_attention import CachePlace, Mixer, PagedAttention, StepHolder
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
@@ -218,14 +219,15 @@ class TransformersForward:
 
 def _has_device_work_only(model: LoadedModel) -> bool:
     """Return whether no module of a transformers model reads values back from the device, so that graphs can capture
-    its steps. It is known of models whose layers with recurrent states are all state spaces in packed form, without
-    mixtures of experts.
+    its steps. It is known of models whose layers with recurrent states all have a packed form, with experts that
+    kernels or torch's grouped products compute.
     """
     parts = list(model.module.modules())
     mixers = [mixer for part in parts if isinstance(mixer := getattr(part, "baton_mixer", None), Mixer)]
     is_alone = model.is_whole and model.stage.is_whole and model.offload is None
-    has_experts = any("Experts" in type(part).__name__ for part in parts)
-    return bool(mixers) and all(mixer.packed is not None for mixer in mixers) and is_alone and not has_experts
+    experts = [part for part in parts if "Experts" in type(part).__name__]
+    are_packed = bool(mixers) and all(mixer.packed is not None for mixer in mixers)
+    return are_packed and is_alone and all(map(stays_on_device, experts))
 
 
 def _mixers(inputs: StepInputs) -> PackedMixers | None:
@@ -344,4 +346,6 @@ def choose_forward(
         install_steps(model.module, CpuRecurrentSteps(kernels.library))
     else:
         install_packed(model.module, mixers)
+        if model.states and model.is_whole:
+            install_experts(model.module, kernels)
     return TransformersForward(model, backend, adapters, collectives)

@@ -1,14 +1,15 @@
 """Mixtures of experts of transformers' models, in the form that grouped kernels need: a router and stacked weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from baton_serve.engine import device as devices
 from baton_serve.engine.kernels import Experts, LayerKernels, Linear, StackedWeight
 from baton_serve.engine.kernels.reference.experts import with_shared
 
@@ -331,3 +332,45 @@ def _rows(experts: Any, name: str, is_transposed: bool) -> Tensor:
     turned: Tensor = parameter.data.transpose(1, 2).contiguous()
     parameter.data = turned.transpose(1, 2)
     return turned
+
+
+def install_experts(module: nn.Module, kernels: LayerKernels) -> None:
+    """Let the experts of a transformers model compute by `kernels` if these support them. The routers stay its own.
+
+    transformers' experts may read back from the device how many tokens each of them has, which graphs cannot capture.
+    """
+    for part in cast(Iterable[Any], module.modules()):
+        if _has_gated_silu(part):
+            part.forward = partial(_mixed, kernels, Experts(part.gate_up_proj.data, part.down_proj.data))
+            part.baton_experts = True
+
+
+def stays_on_device(experts: Any) -> bool:
+    """Return whether the experts of a transformers model read nothing back from the device: they were replaced, or
+    torch's grouped products compute them.
+    """
+    if hasattr(experts, "baton_experts"):
+        return True
+    weight = next(experts.parameters())
+    is_grouped = getattr(getattr(experts, "config", None), "_experts_implementation", None) == "grouped_mm"
+    return is_grouped and devices.has_grouped_products(weight.device, weight.dtype)
+
+
+def _has_gated_silu(part: Any) -> bool:
+    """Return whether a module is stacked experts of transformers with weights [num_experts, outputs, inputs], which
+    compute down(silu(gate) * up) like `Experts`.
+    """
+    rules = ("has_gate", "is_concatenated", "is_transposed", "has_bias", "has_post_expert_norm", "_is_expert_parallel")
+    if [getattr(part, name, None) for name in rules] != [True, True, False, False, False, False]:
+        return False
+    # Most classes have the gating of transformers' decorator for experts.
+    has_own_gate = type(part)._apply_gate.__module__ != "transformers.integrations.moe"
+    is_silu = isinstance(part.act_fn, nn.SiLU) or type(part.act_fn).__name__ == "SiLUActivation"
+    return is_silu and not has_own_gate and not hasattr(part, "baton_first")
+
+
+def _mixed(
+    kernels: LayerKernels, experts: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Take the place of the forward of transformers' experts."""
+    return kernels.mix(hidden_states, top_k_weights.float(), top_k_index.int(), experts)
