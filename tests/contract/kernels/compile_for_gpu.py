@@ -120,6 +120,7 @@ POINTERS = {
     "entering": WIDE,
     "finals": WIDE,
     "decays": WIDE,
+    "mixing": WIDE,
     **dict.fromkeys(("starts", "query_starts", "context_lens", "block_tables", "rows", "counts", "chosen"), INT),
     "blocks": INT,
     "order": LONG,
@@ -139,7 +140,10 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *((delta_step._step_kernel, {**DELTA, "by_channel": by_channel}) for by_channel in (False, True)),
     (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),
     (delta_chunks._pass_kernel, CHUNKS),
-    (channel_delta._solve_kernel, {**BY_CHANNEL, "seqs": 16, "levels": 6, "block": 16, "exact": "tf32x3"}),
+    *(
+        (kernel, {**BY_CHANNEL, "seqs": 16, "block": 16, "exact": "tf32x3"})
+        for kernel in (channel_delta._sum_kernel, channel_delta._pairs_kernel, channel_delta._solve_kernel)
+    ),
     (channel_delta._pass_kernel, BY_CHANNEL),
     *((state_space._step_kernel, {**SPACE, **kind, "keys": 16, "values": 32}) for kind in (MAMBA, LIGHTNING)),
     *(

@@ -1,12 +1,12 @@
 """The gated delta rule with a decay for each channel of the keys (Kimi Delta Attention,
 https://arxiv.org/abs/2510.26692) for prompts, in chunks of tokens as matrix products.
 
-As for one decay a head (`delta_chunks.py`), a first kernel solves the systems of all chunks at the same time, and a
-second one passes the state from chunk to chunk. Here the decay between two tokens is part of each product of their
-channels, so that no matrix of decays can be multiplied by one of products. The first kernel takes pairs of tokens level
-by level instead: at each level a chunk is cut into blocks, and the later half of each block meets the earlier half.
-Both halves are decayed to the border between them, by factors that are never above 1, and their product is one of
-matrices. Lengths are read from the device. Twin: `reference.mixers.channel_delta_rule`.
+As for one decay a head (`delta_chunks.py`), the systems of all chunks are solved at the same time, and then the state
+is passed from chunk to chunk. Here the decay between two tokens is part of each product of their channels, so that no
+matrix of decays can be multiplied by one of products. The pairs of tokens have a kernel of their own instead, whose
+programs compute a block of rows each. Earlier blocks are decayed to the first token of the block, and so are its own
+rows, by factors that are never above 1: then products of matrices remain. Within a block each pair is decayed by
+itself. Lengths are read from the device. Twin: `reference.mixers.channel_delta_rule`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -22,13 +22,11 @@ from baton_serve.engine.kernels.triton.delta_step import step_size
 from baton_serve.engine.kernels.triton.tiles import padded
 
 CHUNK_TOKENS = 64
-LEVELS = 6
-"""The chunk has 2 ** LEVELS tokens."""
 BLOCK_TOKENS = 16
 """A quarter of the chunk, as `inverse_of` needs."""
 PASS_VALUES = 64
 """Values of a program that passes the state on, which is in registers."""
-SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 8, 4, 1
+SUM_WARPS, PAIR_WARPS, SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 8, 4, 4, 4, 1
 
 
 def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
@@ -43,43 +41,68 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
     # Queries decayed since the chunk began, and keys until it ends.
     asking, adding = torch.empty_like(seen_keys), torch.empty_like(seen_keys)
     scores = output.new_empty(num_tokens, num_heads, CHUNK_TOKENS)
+    mixing, totals = (torch.empty_like(like, dtype=torch.float32) for like in (scores, seen_keys))
+    # The factors by which queries and keys get their lengths.
+    units = totals.new_empty(2, num_tokens, num_heads)
     # The host does not know the lengths. Each sequence has at most one chunk that is not full, which bounds the number
     # of chunks; programs beyond the real number end at once.
     num_chunks = num_tokens // CHUNK_TOKENS + num_seqs
-    finals = torch.empty((num_chunks, num_heads, key_size), dtype=torch.float32, device=output.device)
-    constants = {
-        "num_heads": num_heads,
-        "key_size": key_size,
-        "keys": max(MIN_SIZE, padded(key_size)),
-        "value_size": value_size,
-        "chunk": CHUNK_TOKENS,
-        "precision": "ieee" if dtype == torch.float32 else "tf32",
-    }
+    finals = totals.new_empty(num_chunks, num_heads, key_size)
+    keys = max(MIN_SIZE, padded(key_size))
+    places = (sequences.starts, num_seqs, num_tokens)
+    shapes = {"num_heads": num_heads, "key_size": key_size, "keys": keys, "chunk": CHUNK_TOKENS}
+    search = {"seqs": padded_seqs(num_seqs)}
+    constants = {**shapes, "precision": "ieee" if dtype == torch.float32 else "tf32"}
+    _sum_kernel[(num_chunks, num_heads)](
+        totals,
+        units,
+        finals,
+        asking,
+        adding,
+        heads.qkv,
+        heads.decay,
+        *places,
+        key_size**-0.5,
+        heads.qkv.stride(0),
+        heads.decay.stride(0),
+        num_warps=SUM_WARPS,
+        **shapes,
+        **search,
+    )
+    _pairs_kernel[(num_chunks * (CHUNK_TOKENS // BLOCK_TOKENS), num_heads)](
+        mixing,
+        scores,
+        totals,
+        units,
+        heads.qkv,
+        *places,
+        heads.qkv.stride(0),
+        block=BLOCK_TOKENS,
+        num_warps=PAIR_WARPS,
+        num_stages=1,
+        **constants,
+        **search,
+    )
     _solve_kernel[(num_chunks, num_heads)](
         new_values,
         seen_keys,
-        asking,
-        adding,
-        scores,
-        finals,
+        mixing,
+        totals,
+        units,
         heads.qkv,
         heads.beta,
-        heads.decay,
-        sequences.starts,
-        num_seqs,
-        key_size**-0.5,
+        *places,
         heads.qkv.stride(0),
         heads.beta.stride(0),
-        heads.decay.stride(0),
+        value_size=value_size,
         values=max(MIN_SIZE, padded(value_size)),
-        seqs=padded_seqs(num_seqs),
-        levels=LEVELS,
         block=BLOCK_TOKENS,
         # The inverse enlarges errors of rounding. Three products of tf32 are almost as exact as float32.
         exact="ieee" if dtype == torch.float32 else "tf32x3",
         num_warps=SOLVE_WARPS,
         num_stages=1,
         **constants,
+        **search,
     )
     _pass_kernel[(triton.cdiv(value_size, PASS_VALUES), num_heads, num_seqs)](
         output,
@@ -93,6 +116,7 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         sequences.starts,
         sequences.slots,
         states.stride(0),
+        value_size=value_size,
         values=PASS_VALUES,
         num_warps=PASS_WARPS,
         num_stages=PASS_STAGES,
@@ -102,66 +126,158 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
 
 
 @triton.jit
-def _decayed_products(
-    query, key, total, levels: tl.constexpr, chunk: tl.constexpr, keys: tl.constexpr, precision: tl.constexpr
-):
-    """Return (products of each key with the earlier keys of its chunk, products of each query with these keys and its
-    own key), float32 [chunk, chunk], with zeros above the diagonal. Between two tokens each channel decays by the
-    difference of their sums of logarithms `total` [chunk, keys].
+def _chunk_of(number, starts, num_seqs, chunk: tl.constexpr, seqs: tl.constexpr):
+    """Return (the sequence of chunk `number` of a step, the number of the chunk in its sequence, its first token, the
+    end of the sequence). Behind the last chunk the sequence is `num_seqs`.
     """
-    place = tl.arange(0, chunk)
-    mixing = tl.zeros([chunk, chunk], tl.float32)
-    scores = tl.where(place[:, None] == place[None, :], tl.sum(query * key, 1)[:, None], 0.0)
-    for level in tl.static_range(levels):
-        mixing, scores = _meet_halves(mixing, scores, query, key, total, 1 << level, chunk, keys, precision)
-    return mixing, scores
+    ids = tl.arange(0, seqs)
+    begins = tl.load(starts + ids, ids < num_seqs, other=0)
+    chunks_of = (tl.load(starts + 1 + ids, ids < num_seqs, other=0) - begins + chunk - 1) // chunk
+    # It marks the sequences that end before this chunk. Their count is the number of this chunk's sequence.
+    before = tl.cumsum(chunks_of, 0) <= number
+    seq = tl.minimum(tl.sum(before.to(tl.int32), 0), num_seqs)
+    within = number - tl.sum(tl.where(before, chunks_of, 0), 0)
+    last = tl.minimum(seq, num_seqs - 1)
+    return seq, within, tl.load(starts + last) + within * chunk, tl.load(starts + last + 1)
 
 
-@triton.jit
-def _meet_halves(  # noqa: PLR0913
-    mixing,
-    scores,
-    query,
-    key,
-    total,
-    half: tl.constexpr,
-    chunk: tl.constexpr,
-    keys: tl.constexpr,
-    precision: tl.constexpr,
-):
-    """Add to both matrices the pairs of tokens in the later and the earlier half of the same block of 2 * half."""
-    place, within = tl.arange(0, chunk), tl.arange(0, 2 * half)
-    blocks = tl.reshape(total, [chunk // (2 * half), 2 * half, keys])
-    border = tl.sum(tl.where((within == half)[None, :, None], blocks, 0.0), 1)
-    # Sums of logarithms fall: those of later rows are below the border's, those of earlier rows above it.
-    behind = tl.reshape(blocks - border[:, None, :], [chunk, keys])
-    is_late = (place % (2 * half) >= half)[:, None]
-    factor = tl.exp(tl.where(is_late, behind, -behind))
-    late, early = tl.where(is_late, factor, 0.0), tl.where(is_late, 0.0, factor)
-    earlier_keys = tl.trans(key * early)
-    is_own = place[:, None] // (2 * half) == place[None, :] // (2 * half)
-    mixing += tl.where(is_own, tl.dot(key * late, earlier_keys, input_precision=precision), 0.0)
-    scores += tl.where(is_own, tl.dot(query * late, earlier_keys, input_precision=precision), 0.0)
-    return mixing, scores
-
-
-@triton.jit(do_not_specialize=["num_seqs"])
-def _solve_kernel(  # noqa: PLR0913, PLR0915
-    new_values,
-    seen_keys,
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _sum_kernel(  # noqa: PLR0913
+    totals,
+    units,
+    finals,
     asking,
     adding,
-    scores,
-    finals,
     qkv,
-    beta,
     decays,
     starts,
     num_seqs,
+    num_tokens,
     scale,
     qkv_stride,
-    beta_stride,
     decay_stride,
+    num_heads: tl.constexpr,
+    key_size: tl.constexpr,
+    keys: tl.constexpr,
+    chunk: tl.constexpr,
+    seqs: tl.constexpr,
+):
+    """Sum up the logarithms of the decays of a chunk's tokens, and store queries and keys with their decays."""
+    seq, number, first, end = _chunk_of(tl.program_id(0), starts, num_seqs, chunk, seqs)
+    if seq < num_seqs:
+        head, dim = tl.program_id(1), tl.arange(0, keys)
+        place = tl.arange(0, chunk)
+        token = (first + place).to(tl.int64)
+        live = first + place < end
+        dtype: tl.constexpr = asking.dtype.element_ty
+        in_key = live[:, None] & (dim < key_size)[None, :]
+        # Rows behind the end decay nothing.
+        at_decay = decays + token[:, None] * decay_stride + head * key_size + dim[None, :]
+        total = tl.cumsum(tl.load(at_decay, in_key, other=0.0).to(tl.float32), 0)
+        final = tl.sum(tl.where((place == chunk - 1)[:, None], total, 0.0), 0)
+        at = (token * num_heads + head)[:, None] * key_size + dim[None, :]
+        tl.store(totals + at, total, in_key)
+        row = qkv + token[:, None] * qkv_stride + head * key_size + dim[None, :]
+        query = tl.load(row, in_key, other=0.0).to(tl.float32)
+        unit = unit_factors(query, scale)
+        at_unit = units + token * num_heads + head
+        tl.store(at_unit, unit, live)
+        # exp(total) is what is left of the state that entered the chunk.
+        tl.store(asking + at, (query * unit[:, None] * tl.exp(total)).to(dtype), in_key)
+        key = tl.load(row + num_heads * key_size, in_key, other=0.0).to(tl.float32)
+        unit = unit_factors(key, 1.0)
+        tl.store(at_unit + num_tokens.to(tl.int64) * num_heads, unit, live)
+        tl.store(adding + at, (key * unit[:, None] * tl.exp(final[None, :] - total)).to(dtype), in_key)
+        # No two chunks have the same of these numbers, which the last kernel finds without a search.
+        to = (((first - number * chunk) // chunk + seq + number).to(tl.int64) * num_heads + head) * key_size + dim
+        tl.store(finals + to, tl.exp(final), dim < key_size)
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _pairs_kernel(  # noqa: PLR0913, PLR0915
+    mixing,
+    scores,
+    totals,
+    units,
+    qkv,
+    starts,
+    num_seqs,
+    num_tokens,
+    qkv_stride,
+    num_heads: tl.constexpr,
+    key_size: tl.constexpr,
+    keys: tl.constexpr,
+    chunk: tl.constexpr,
+    seqs: tl.constexpr,
+    block: tl.constexpr,
+    precision: tl.constexpr,
+):
+    """Compute the products of each key with the earlier keys of its chunk, and of each query with these and its own
+    key, for a block of rows. Above the diagonal they are zero.
+    """
+    blocks: tl.constexpr = chunk // block
+    seq, _, first, end = _chunk_of(tl.program_id(0) // blocks, starts, num_seqs, chunk, seqs)
+    skipped = tl.program_id(0) % blocks * block  # tokens of the chunk before this block
+    if (seq < num_seqs) & (first + skipped < end):
+        head, dim = tl.program_id(1), tl.arange(0, keys)
+        place, own = tl.arange(0, chunk), tl.arange(0, block)
+        dtype: tl.constexpr = scores.dtype.element_ty
+        live, in_key = first + skipped + own < end, dim < key_size
+        begin = first.to(tl.int64)
+        in_rows = live[:, None] & in_key[None, :]
+        at = ((begin + skipped + own) * num_heads + head)[:, None] * key_size + dim[None, :]
+        total = tl.load(totals + at, in_rows, other=0.0)
+        at_query = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + dim[None, :]
+        query = tl.load(at_query, in_rows, other=0.0).to(tl.float32)
+        key = tl.load(at_query + num_heads * key_size, in_rows, other=0.0).to(tl.float32)
+        at_unit = units + (begin + skipped + own) * num_heads + head
+        query *= tl.load(at_unit, live, other=0.0)[:, None]
+        key_units = units + num_tokens.to(tl.int64) * num_heads + head
+        key *= tl.load(key_units + (begin + skipped + own) * num_heads, live, other=0.0)[:, None]
+        mixed = tl.zeros([block, chunk], tl.float32)
+        asked = tl.zeros([block, chunk], tl.float32)
+        if skipped > 0:
+            border = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + dim, in_key, other=0.0)
+            is_before = (place < skipped)[:, None] & in_key[None, :]
+            at_before = totals + ((begin + place) * num_heads + head)[:, None] * key_size + dim[None, :]
+            # Sums of logarithms fall, so both factors are at most 1.
+            before = tl.load(at_before, is_before, other=0.0)
+            left = tl.exp(tl.where(is_before, border[None, :] - before, 0.0))
+            at_keys = qkv + (begin + place)[:, None] * qkv_stride + (num_heads + head) * key_size + dim[None, :]
+            unit = tl.load(key_units + (begin + place) * num_heads, place < skipped, other=0.0)
+            earlier = tl.trans(tl.load(at_keys, is_before, other=0.0).to(tl.float32) * unit[:, None] * left)
+            since = tl.exp(tl.where(in_rows, total - border[None, :], 0.0))
+            mixed = tl.dot(key * since, earlier, input_precision=precision)
+            asked = tl.dot(query * since, earlier, input_precision=precision)
+        for column in range(tl.minimum(block, end - first - skipped)):
+            one = begin + skipped + column
+            there = tl.load(totals + (one * num_heads + head) * key_size + dim, in_key, other=0.0)
+            at_key = qkv + one * qkv_stride + (num_heads + head) * key_size + dim
+            other = tl.load(at_key, in_key, other=0.0).to(tl.float32) * tl.load(key_units + one * num_heads)
+            # Rows above the diagonal, and behind the end, would grow.
+            decayed = tl.exp(tl.where((live & (own >= column))[:, None], total - there[None, :], 0.0)) * other[None, :]
+            is_column = (place == skipped + column)[None, :]
+            mixed += tl.where(is_column & (own > column)[:, None], tl.sum(key * decayed, 1)[:, None], 0.0)
+            asked += tl.where(is_column & (own >= column)[:, None], tl.sum(query * decayed, 1)[:, None], 0.0)
+        to = ((begin + skipped + own) * num_heads + head)[:, None] * chunk + place[None, :]
+        tl.store(mixing + to, mixed, live[:, None])
+        tl.store(scores + to, asked.to(dtype), live[:, None])
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_tokens"])
+def _solve_kernel(  # noqa: PLR0913
+    new_values,
+    seen_keys,
+    mixing,
+    totals,
+    units,
+    qkv,
+    beta,
+    starts,
+    num_seqs,
+    num_tokens,
+    qkv_stride,
+    beta_stride,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
     keys: tl.constexpr,
@@ -169,59 +285,36 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
     values: tl.constexpr,
     chunk: tl.constexpr,
     seqs: tl.constexpr,
-    levels: tl.constexpr,
     block: tl.constexpr,
     exact: tl.constexpr,
     precision: tl.constexpr,
 ):
-    ids = tl.arange(0, seqs)
-    begins = tl.load(starts + ids, ids < num_seqs, other=0)
-    ends = tl.load(starts + 1 + ids, ids < num_seqs, other=0)
-    chunks_of = (ends - begins + chunk - 1) // chunk
-    if tl.program_id(0) < tl.sum(chunks_of, 0):
-        # It marks the sequences that end before this chunk. Their count is the number of this chunk's sequence.
-        before = tl.cumsum(chunks_of, 0) <= tl.program_id(0)
-        seq = tl.sum(before.to(tl.int32), 0)
-        number = tl.program_id(0) - tl.sum(tl.where(before, chunks_of, 0), 0)
+    seq, _, first, end = _chunk_of(tl.program_id(0), starts, num_seqs, chunk, seqs)
+    if seq < num_seqs:
         head, place = tl.program_id(1), tl.arange(0, chunk)
-        start = tl.load(starts + seq)
-        token = (start + number * chunk + place).to(tl.int64)
-        live = token < tl.load(starts + seq + 1)
+        token = (first + place).to(tl.int64)
+        live = first + place < end
         dtype: tl.constexpr = new_values.dtype.element_ty
+        at = (token * num_heads + head)[:, None]
+        products = tl.load(mixing + at * chunk + place[None, :], live[:, None], other=0.0)
+        # `step_size` loads without a mask, so rows behind the end read token 0. They update nothing.
+        size = tl.where(live, step_size(beta + tl.where(live, token, 0) * beta_stride + head, dtype), 0.0)
+        inverse = inverse_of(products * size[:, None], place, chunk, block, exact)
+        inverse = (inverse * size[None, :]).to(dtype)
         dim, column = tl.arange(0, keys), tl.arange(0, values)
-        in_key = live[:, None] & (dim < key_size)[None, :]
-        # Rows behind the end decay nothing and update nothing.
-        at_decay = decays + token[:, None] * decay_stride + head * key_size + dim[None, :]
-        total = tl.cumsum(tl.load(at_decay, in_key, other=0.0).to(tl.float32), 0)
-        final = tl.sum(tl.where((place == chunk - 1)[:, None], total, 0.0), 0)
         width: tl.constexpr = num_heads * key_size
         row = qkv + token[:, None] * qkv_stride
-        at_query = row + head * key_size + dim[None, :]
-        query = tl.load(at_query, in_key, other=0.0).to(tl.float32)
-        query *= unit_factors(query, scale)[:, None]
-        key = tl.load(at_query + width, in_key, other=0.0).to(tl.float32)
-        key *= unit_factors(key, 1.0)[:, None]
-        mixing, products = _decayed_products(query, key, total, levels, chunk, keys, precision)
-        # `step_size` loads without a mask, so rows behind the end read token 0.
-        size = tl.where(live, step_size(beta + tl.where(live, token, 0) * beta_stride + head, dtype), 0.0)
-        inverse = inverse_of(mixing * size[:, None], place, chunk, block, exact)
-        inverse = (inverse * size[None, :]).to(dtype)
-        at = token[:, None] * num_heads + head
-        tl.store(scores + at * chunk + place[None, :], products.to(dtype), live[:, None])
         in_value = live[:, None] & (column < value_size)[None, :]
         value = tl.load(row + 2 * width + head * value_size + column[None, :], in_value, other=0.0)
         solved = tl.dot(inverse, value, input_precision=precision)
         tl.store(new_values + at * value_size + column[None, :], solved.to(dtype), in_value)
-        # exp(total) is what is left of the state that entered the chunk.
-        left = tl.exp(total)
-        at_keys = at * key_size + dim[None, :]
-        solved = tl.dot(inverse, (key * left).to(dtype), input_precision=precision)
-        tl.store(seen_keys + at_keys, solved.to(dtype), in_key)
-        tl.store(asking + at_keys, (query * left).to(dtype), in_key)
-        tl.store(adding + at_keys, (key * tl.exp(final[None, :] - total)).to(dtype), in_key)
-        # No two chunks have the same of these numbers, which the second kernel finds without a search.
-        to = ((start // chunk + seq + number).to(tl.int64) * num_heads + head) * key_size + dim
-        tl.store(finals + to, tl.exp(final), dim < key_size)
+        in_key = live[:, None] & (dim < key_size)[None, :]
+        key = tl.load(row + width + head * key_size + dim[None, :], in_key, other=0.0).to(tl.float32)
+        unit = tl.load(units + (num_tokens + token) * num_heads + head, live, other=0.0)
+        total = tl.load(totals + at * key_size + dim[None, :], in_key, other=0.0)
+        decayed = (key * unit[:, None] * tl.exp(total)).to(dtype)
+        solved = tl.dot(inverse, decayed, input_precision=precision)
+        tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), in_key)
 
 
 @triton.jit
