@@ -230,14 +230,17 @@ def test_a_grid_that_is_not_the_images_is_refused(model: Model) -> None:
 
 
 FURTHER = ["qwen2_vl", "qwen3_vl_moe", "glm4v_moe", "glm46v", "glm_ocr", "qwen3_5", "qwen3_5_moe"]
+DIVIDED = ["qwen2_vl", "qwen3_vl_moe", "qwen3_5"]
+"""Of these, the ones that two ranks divide in the tests: plain layers, experts, and linear attention."""
 
 
-@pytest.mark.parametrize("kind", FURTHER)
-def test_further_families(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "ranks"), [*((kind, 1) for kind in FURTHER), *((kind, 2) for kind in DIVIDED)])
+def test_further_families(kind: str, ranks: int, tmp_path: Path) -> None:
     write_family(kind, generating_families()[kind], tmp_path)
     reference = Reference(tmp_path)
     prompts: list[list[Piece]] = [ONE, FIVE, [*TEXT]]
-    with reader(tmp_path, **LIMITS, max_num_batched_tokens=40, max_num_seqs=4) as engine:
+    several = {"max_num_batched_tokens": 40, "max_num_seqs": 4, "tensor_parallel_size": ranks}
+    with reader(tmp_path, **LIMITS, **several) as engine:
         for number, prompt in enumerate(prompts):
             add(engine, work_of(engine, str(number), prompt, folder=tmp_path, max_tokens=COUNT), prompt)
         answers = run(engine)
