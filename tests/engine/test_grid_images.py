@@ -84,6 +84,17 @@ class Model:
         return [answers[str(number), 0] for number in range(len(PROMPTS))]
 
 
+def logprobs_of(model: Model, engine: Engine, prompts: list[list[Piece]]) -> torch.Tensor:
+    """Return the logprobs of all tokens of prompts, one prompt after another."""
+    for number, prompt in enumerate(prompts):
+        add(engine, model.work(engine, f"l{number}", prompt, max_tokens=1, prompt_logprobs=0), prompt)
+    found: dict[str, list[float]] = {f"l{number}": [] for number in range(len(prompts))}
+    while engine.has_work():
+        for first in engine.step().first:
+            found[first.request_id] += [one.chosen.logprob for one in first.prompt_logprobs or [] if one]
+    return torch.tensor([value for values in found.values() for value in values])
+
+
 # Fused layers with and without features for the first layers, and layers of transformers that rotate neighbours.
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "qwen3_vl", "glm4v"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
@@ -183,6 +194,10 @@ def test_two_ranks_have_the_embeddings_and_positions_of_rank_0(model: Model) -> 
         assert two.stats().prefix_hit_tokens > first + 100
         work = model.work(two, "over", FIVE)
         assert hand_over_images(two, one, work, FIVE)["over", 0] == model.answers[2]
+        # Few tokens of such small models depend on rows and columns. All logprobs of a prompt do.
+        of_two = logprobs_of(model, two, [FIVE])
+    with model.reader() as one:
+        torch.testing.assert_close(of_two, logprobs_of(model, one, [FIVE]), rtol=1e-4, atol=1e-4)
 
 
 def test_graphs_of_two_ranks(model: Model, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +268,7 @@ def test_the_whole_decoder_in_one_call_computes_what_its_layers_do(
 ) -> None:
     def logprobs() -> torch.Tensor:
         with model.reader(dtype="bfloat16", enable_prefix_caching=False) as engine:
-            for number, prompt in enumerate(PROMPTS):
-                add(engine, model.work(engine, str(number), prompt, max_tokens=1, prompt_logprobs=0), prompt)
-            found: dict[str, list[float]] = {str(number): [] for number in range(len(PROMPTS))}
-            while engine.has_work():
-                for first in engine.step().first:
-                    found[first.request_id] += [one.chosen.logprob for one in first.prompt_logprobs or [] if one]
-        return torch.tensor([value for values in found.values() for value in values])
+            return logprobs_of(model, engine, PROMPTS)
 
     packed = logprobs()
     monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
