@@ -20,14 +20,14 @@ from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.forward import Forward
 from tests.devices import DEVICE
 from tests.engine.conftest import FakeCapture, FakeGraph, References
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, hand_over_all, make_engine, make_work, run
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.parametrize(
-        "family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "cohere2", "glm4_moe"]
-    ),
-]
+pytestmark = pytest.mark.slow
+FAMILIES = pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "cohere2", "glm4_moe"]
+)
+OF_LOGITS = pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+"""For what graphs, or those that ask for logits, do with any model."""
 
 
 def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list[int]]:
@@ -37,6 +37,7 @@ def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list
     return [answers[f"{attempt}-{number}", 0] for number in range(len(prompts))]
 
 
+@FAMILIES
 def test_padded_batches_give_the_right_tokens(family: str, references: References, captured: FakeCapture) -> None:
     reference = references(family)
     with make_engine(reference.folder, max_num_seqs=16, max_num_batched_tokens=512) as engine:
@@ -48,6 +49,7 @@ def test_padded_batches_give_the_right_tokens(family: str, references: Reference
         assert sum(graph.replays for graph in prompts) > 1
 
 
+@FAMILIES
 def test_prompts_in_chunks_beside_sequences_that_write(
     family: str, references: References, captured: FakeCapture
 ) -> None:
@@ -61,6 +63,7 @@ def test_prompts_in_chunks_beside_sequences_that_write(
         assert sum(graph.replays for graph in alone) > 0 and sum(graph.replays for graph in beside) > 5
 
 
+@FAMILIES
 def test_a_sequence_that_outgrows_its_block_and_a_slot_used_again(
     family: str, references: References, captured: FakeCapture
 ) -> None:
@@ -69,14 +72,18 @@ def test_a_sequence_that_outgrows_its_block_and_a_slot_used_again(
         assert ask(engine, reference.prompts) == reference.answers
 
 
+@FAMILIES
 def test_after_a_handoff(family: str, references: References, captured: FakeCapture) -> None:
     reference = references(family)
     with make_engine(reference.folder) as source, make_engine(reference.folder) as sink:
-        for number, prompt in enumerate(reference.prompts):
-            answers = hand_over(source, sink, make_work(source, str(number), prompt))
-            assert answers[str(number), 0] == reference.answers[number]
+        alone = make_work(source, "alone", reference.prompts[2])
+        assert hand_over(source, sink, alone) == {("alone", 0): reference.answers[2]}
+        works = [make_work(source, str(number), prompt) for number, prompt in enumerate(reference.prompts)]
+        answers = hand_over_all(source, sink, works)
+        assert [answers[work.request_id, 0] for work in works] == reference.answers
 
 
+@FAMILIES
 def test_sampled_tokens_do_not_depend_on_the_graph(
     family: str, references: References, monkeypatch: pytest.MonkeyPatch, captured: FakeCapture
 ) -> None:
@@ -92,6 +99,7 @@ def test_sampled_tokens_do_not_depend_on_the_graph(
     assert found[0] == found[1]
 
 
+@OF_LOGITS
 @pytest.mark.parametrize("is_async", [False, True], ids=["step by step", "ahead"])
 def test_a_request_whose_logits_are_no_numbers_fails_alone(
     family: str, references: References, request: pytest.FixtureRequest, is_async: bool
@@ -148,6 +156,7 @@ class Halves:
         return torch.cat((part, self._others[: len(part)]), dim=1)
 
 
+@OF_LOGITS
 def test_logits_of_several_ranks_are_put_together_for_who_asks(
     family: str, references: References, monkeypatch: pytest.MonkeyPatch, captured: FakeCapture
 ) -> None:
@@ -171,6 +180,7 @@ def test_logits_of_several_ranks_are_put_together_for_who_asks(
         assert made[-1].num_gathered > 5
 
 
+@OF_LOGITS
 def test_a_device_that_cannot_capture_decodes_without_graphs(
     family: str,
     references: References,
