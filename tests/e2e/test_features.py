@@ -46,7 +46,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": MESSAGES, "tools": [{"type": "function", "function": LIST}], "tool_choice": "required", **LOOSE},
     ),
 }
-LONG_TOKENS = 1500
+LONG_TOKENS = 800
 
 
 @pytest.fixture(scope="module")
