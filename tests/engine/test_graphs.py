@@ -27,7 +27,7 @@ FAMILIES = pytest.mark.parametrize(
     "family", ["llama", "qwen3", "mistral", "qwen3_moe", "gpt_oss", "gemma3", "cohere2", "glm4_moe"]
 )
 OF_LOGITS = pytest.mark.parametrize("family", ["llama", "gpt_oss"])
-"""For what graphs, or those that ask for logits, do with any model."""
+"""For tests of what graphs do with logits, whatever the layers are."""
 
 
 def ask(engine: Engine, prompts: list[list[int]], attempt: int = 0) -> list[list[int]]:

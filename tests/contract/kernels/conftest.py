@@ -1,4 +1,4 @@
-"""All tests of this folder interpret Triton's kernels quickly."""
+"""Interprets Triton's kernels quickly in each test of this folder."""
 
 from collections.abc import Iterator
 
