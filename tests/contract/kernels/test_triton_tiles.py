@@ -2,8 +2,13 @@
 
 import itertools
 
+import pytest
+import torch
+
+from baton_serve.engine.kernels.triton import tiles as tiles_module
 from baton_serve.engine.kernels.triton.tiles import (
     DeviceLimits,
+    chunk_stages,
     decode_tiles,
     fits_heads,
     prefill_tiles,
@@ -34,6 +39,19 @@ def test_wide_heads_get_fewer_rows() -> None:
         found.append((tiles.rows, tiles.tile, tiles.stages))
     assert found == [(64, 32, 2), (32, 16, 2), (32, 16, 1), (16, 16, 1)]
     assert not fits_heads(limits, head_bytes=1024, group=64)
+    large = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
+    decoding = decode_tiles(large, head_bytes=1024, block_tokens=64)
+    assert (decoding.tile, decoding.stages) == (32, 2)
+
+
+def test_recurrences_load_a_chunk_ahead_where_memory_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, found = torch.device("cuda", 3), []
+    for shared in (227, 128):
+        limits = DeviceLimits(processors=20, shared_bytes=shared << 10, descriptors=False)
+        monkeypatch.setattr(tiles_module, "device_limits", lambda index, limits=limits: limits)
+        found.append([chunk_stages.__wrapped__(device, element) for element in (2, 4)])
+    assert found == [[2, 1], [1, 1]]
+    assert chunk_stages(torch.device("cpu"), 2) == 1
 
 
 def test_a_split_is_a_whole_number_of_tiles_and_blocks() -> None:

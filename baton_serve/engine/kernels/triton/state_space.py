@@ -13,14 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import LightningHeads, PackedSequences, StateSpaceHeads
-from baton_serve.engine.kernels.triton.tiles import padded
+from baton_serve.engine.kernels.triton.tiles import chunk_stages, padded
 
 CHUNK_TOKENS = 64
 MIN_SIZE = 64
 """Smallest padded size of a state, as for the delta rule (`delta_chunks.py`)."""
 CHUNK_VALUES = 64
-"""Inputs of a head that a program computes for prompts. Fewer would repeat the scores of a chunk more often."""
-CHUNK_WARPS, CHUNK_STAGES = 4, 1
+"""Inputs of a head that a program computes for prompts. Fewer would repeat the scores of a chunk more often; programs
+with 32 and one stage compute wrong numbers, and leave their memory (H200, Triton 3.6)."""
+CHUNK_WARPS = 4
 STEP_ELEMENTS = 4096
 """Elements of a state that a program of a step of one token holds."""
 FEW_PROGRAMS = 1024
@@ -110,7 +111,7 @@ def _recurrence(
         chunk=CHUNK_TOKENS,
         precision="ieee" if dtype == torch.float32 else "tf32",
         num_warps=CHUNK_WARPS,
-        num_stages=CHUNK_STAGES,
+        num_stages=chunk_stages(inputs.device, inputs.element_size()),
         **constants,
     )
     return output

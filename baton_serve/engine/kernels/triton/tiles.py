@@ -14,6 +14,8 @@ from triton.compiler import make_backend
 
 WIDE_HEAD = 256
 """Heads of more elements than this, padded, get tiles with fewer rows."""
+TWO_CHUNKS_BYTES = 160 << 10
+"""Shared memory from which kernels of recurrences load a chunk ahead."""
 _SMALL_TILES = [(32, 16, 2), (32, 16, 1), (16, 16, 2), (16, 16, 1)]
 """Query rows, KV tokens and stages of prefill attention for wide heads, and for devices with little memory."""
 
@@ -114,6 +116,16 @@ def device_limits(index: int) -> DeviceLimits:
 
 
 @lru_cache(maxsize=16)
+def chunk_stages(device: torch.device, element_bytes: int) -> int:
+    """Return the stages of a kernel that passes a recurrent state from chunk to chunk: 2 where shared memory holds the
+    next chunk's inputs as well.
+    """
+    if device.type == "cpu" or element_bytes > 2:  # Triton's interpreter, or inputs of twice the size
+        return 1
+    return 2 if device_limits(device.index or 0).shared_bytes >= TWO_CHUNKS_BYTES else 1
+
+
+@lru_cache(maxsize=16)
 def narrowest_columns(device: torch.device) -> int:
     """Return the smallest number of columns, at least 8, that Triton's backend for this device supports for the right
     operand of a product.
@@ -138,7 +150,8 @@ def decode_tiles(
     heads of all sequences together. `is_coded` means a one-byte KV cache, whose decoding needs registers.
     """
     room = limits.shared_bytes // 3  # three programs share a processor and hide each other's waits
-    candidates = [(64, 3), (32, 3), (16, 3), (16, 2), (16, 1)]
+    # A token of a wide head takes 1 KiB: tiles of 32 tokens were faster than more stages.
+    candidates = [(64, 3), (32, 3), *([(32, 2)] if head_bytes >= 1024 else []), (16, 3), (16, 2), (16, 1)]
     tile, stages = next(
         (fit for fit in candidates if 2 * fit[0] * max(fit[1] - 1, 1) * head_bytes <= room), candidates[-1]
     )
