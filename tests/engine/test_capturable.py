@@ -48,6 +48,8 @@ class NoMixers:
     gated_norm = staticmethod(mixers.gated_norm)
     sigmoid_gate = staticmethod(mixers.sigmoid_gate)
     latent_rows = staticmethod(mixers.latent_rows)
+    pack_heads = staticmethod(mixers.pack_heads)
+    multiply_heads = staticmethod(mixers.multiply_heads)
 
     @staticmethod
     def convolve(x: Tensor, *_: object, has_silu: bool) -> Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.metadata import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import (
     ChannelDeltaHeads,
     DeltaHeads,
@@ -91,6 +91,12 @@ class ComposedMixers:
 
     def latent_rows(self, rows: LatentRows, query: Tensor) -> Tensor:
         return self.latents.latent_rows(rows, query)
+
+    def pack_heads(self, weights: Tensor) -> Tensor | PackedWeight:
+        return self.latents.pack_heads(weights)
+
+    def multiply_heads(self, x: Tensor, weights: Tensor | PackedWeight, output: Tensor) -> None:
+        self.latents.multiply_heads(x, weights, output)
 
 
 _Run = Callable[[MixerKernels], tuple[Tensor, ...]]
@@ -291,8 +297,11 @@ def _latent_rows(own: MixerShapes, draw: Draw, *, is_interleaved: bool, keeps_or
         keeps_order,
     )
 
+    keys = draw.values(heads, 16, own.rank)
+
     def run(kernels: MixerKernels) -> tuple[Tensor, ...]:
         query = torch.zeros(ROWS, heads, width, dtype=draw.dtype, device=draw.device)
+        kernels.multiply_heads(rows.query[..., :16], kernels.pack_heads(keys), query[..., : own.rank])
         return kernels.latent_rows(rows, query), query
 
     return run

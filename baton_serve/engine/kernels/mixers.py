@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.metadata import Norm, PackedWeight
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,5 +304,17 @@ class MixerKernels(Protocol):
         """Return the rows that the KV cache stores, [num_tokens, 1, rank + rotary size]: the norm of each latent, and
         the rotated part of the key. Also store the rotated part of each query head at the end of `query`, [num_tokens,
         num_heads, rank + rotary size].
+        """
+        ...
+
+    def pack_heads(self, weights: Tensor) -> Tensor | PackedWeight:
+        """Return `weights` [num_heads, inputs, outputs] in the form that `multiply_heads` reads fastest; a tensor if it
+        is the given one.
+        """
+        ...
+
+    def multiply_heads(self, x: Tensor, weights: Tensor | PackedWeight, output: Tensor) -> None:
+        """Store the products of each head of x [num_tokens, num_heads, inputs] with its own weights, which `pack_heads`
+        has returned, in `output` [num_tokens, num_heads, outputs].
         """
         ...

@@ -23,6 +23,7 @@ from baton_serve.engine.kernels import (
     NewHeads,
     Norm,
     PackedSequences,
+    PackedWeight,
 )
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.families import FamilyDescription
@@ -153,8 +154,10 @@ class LatentAttention:
 
     tools: MixerTools
     num_heads: int
-    keys: Tensor  # [num_heads, key size without rotation, rank]
-    values: Tensor  # [num_heads, rank, value size]
+    keys: Tensor | PackedWeight  # [num_heads, key size without rotation, rank], as `pack_heads` returns it
+    values: Tensor | PackedWeight  # [num_heads, rank, value size]
+    key_size: int
+    value_size: int
     norm: Norm
     query_norm: Norm | None
     query: Linear | None
@@ -166,7 +169,7 @@ class LatentAttention:
         assert step.cache is not None and step.spec is not None
         attention, layers, meta = self.tools.attention, self.tools.layers, step.inputs.meta
         # `width` is the rank and the rotary size together: the columns of a row of the cache.
-        width, (_, size, rank) = step.cache.shape[4], self.keys.shape
+        width, rank = step.cache.shape[4], len(self.norm.weight)
         asked, latents = product[:, :-width], product[:, -width:]
         if self.query is not None and self.query_norm is not None:
             asked = layers.linear(layers.norm(asked, self.query_norm), self.query.weight, self.query.bias)
@@ -178,11 +181,10 @@ class LatentAttention:
         # Keys and values are the same rows: the values are the first `rank` columns of the keys.
         attention.store(new, new, step.cache, meta)
         # The up-projection of the keys is applied to the query, and that of the values to the result.
-        query[..., :rank] = (asked[..., :size].transpose(0, 1) @ self.keys).transpose(0, 1)
+        self.tools.mixers.multiply_heads(asked[..., : self.key_size], self.keys, query[..., :rank])
         attended = attention.attend(query, step.cache, meta, step.spec)
-        output = attended.new_empty(len(attended), self.num_heads, self.values.shape[2])
-        # The result goes through a transposed view, so that `flatten` needs no copy.
-        torch.matmul(attended.transpose(0, 1), self.values, out=output.transpose(0, 1))
+        output = attended.new_empty(len(attended), self.num_heads, self.value_size)
+        self.tools.mixers.multiply_heads(attended, self.values, output)
         return output.flatten(1)
 
 
@@ -276,8 +278,10 @@ def _latent_attention(module: Module, tools: MixerTools) -> PackedMixer:
     mixer = LatentAttention(
         tools,
         heads,
-        keys,
-        values.transpose(1, 2),
+        tools.mixers.pack_heads(keys),
+        tools.mixers.pack_heads(values.transpose(1, 2)),
+        key_size=module.qk_nope_head_dim,
+        value_size=module.v_head_dim,
         norm=_plain_norm(module.kv_a_layernorm),
         query_norm=_plain_norm(module.q_a_layernorm) if has_two else None,
         query=in_kernel_order(
@@ -288,6 +292,8 @@ def _latent_attention(module: Module, tools: MixerTools) -> PackedMixer:
         is_interleaved=is_complex or bool(module.config.rope_interleave),
         keeps_order=is_complex,
     )
+    if not isinstance(mixer.keys, Tensor) and not isinstance(mixer.values, Tensor):
+        _free([module.kv_b_proj])
     asking = module.q_a_proj if has_two else module.q_proj
     return PackedMixer(_joined([asking, module.kv_a_proj_with_mqa], None, tools.layers), mixer, module.o_proj)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels import DeltaHeads, PackedSequences
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
+from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
 from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers, mixer_operations
 from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes, StateSpaceShapes
@@ -52,6 +53,8 @@ class Perturbed:
     gated_norm = staticmethod(twin.gated_norm)
     sigmoid_gate = staticmethod(twin.sigmoid_gate)
     latent_rows = staticmethod(twin.latent_rows)
+    pack_heads = staticmethod(twin.pack_heads)
+    multiply_heads = staticmethod(twin.multiply_heads)
 
     @staticmethod
     def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
@@ -101,13 +104,16 @@ def test_cpu_mixers_are_right_for_steps_and_prompts(
         mixers: MixerKernels = CpuMixers(load_kernels())
     except KernelsUnavailableError as error:
         pytest.skip(str(error))
-    given = replace(SHAPES, dtype=dtype, mixers=MixerShapes(*shapes))
+    sizes = MixerShapes(*shapes, rank=64, rotary_size=24, num_latent_heads=3)
+    given = replace(SHAPES, dtype=dtype, mixers=sizes)
     cpu = torch.device("cpu")
     operations = mixer_operations(given, cpu)
     expected = [operation.run(twin) for operation in operations]
     # The twins are not called: everything is computed in C++.
-    for name in ("convolve", "delta_rule", "gated_norm", "sigmoid_gate"):
+    for name in ("convolve", "delta_rule", "gated_norm", "sigmoid_gate", "latent_rows"):
         monkeypatch.delattr(twin, name)
+    if dtype == torch.bfloat16 and has_packed_linear(load_kernels()):
+        monkeypatch.delattr(twin, "multiply_heads")
     for operation, results in zip(operations, expected, strict=True):
         found = operation.run(mixers)
         assert results is not None and found is not None

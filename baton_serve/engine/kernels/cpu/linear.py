@@ -178,6 +178,43 @@ class PackedLinear:
         return output[:, : matrix.outputs]
 
 
+class PackedHeads:
+    """Multiplies each head of activations by packed weights of its own in C++. `library` is the result of
+    `load_kernels`.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library, self._is_able = library, has_packed_linear(library)
+        self._function = library.baton_linear_heads
+        self._function.argtypes = [
+            *(ctypes.POINTER(PackedMatrix), _INT, _POINTER, _LONG, _LONG),
+            *(_POINTER, _LONG, _LONG, _LONG, _INT),
+        ]
+        self._function.restype = ctypes.c_int
+
+    def pack(self, weights: Tensor) -> Matrix | None:
+        """Pack weights [num_heads, inputs, outputs]; None if the library does not support their dtype or sizes."""
+        _, inputs, outputs = weights.shape
+        if not self._is_able or weights.dtype != torch.bfloat16 or inputs % 2 or outputs % PANEL:
+            return None
+        return pack(self._library, list(weights.transpose(1, 2)), None)
+
+    def __call__(self, x: Tensor, matrix: Matrix, output: Tensor) -> None:
+        """Store x [num_tokens, num_heads, inputs], bf16, times the packed weights in `output`, [num_tokens, num_heads,
+        outputs]. Raises `MemoryError` if scratch memory cannot be allocated.
+        """
+        # The library reads pairs of elements.
+        x = x if x.stride(2) == 1 and not any(stride % 2 for stride in x.stride()[:2]) else x.contiguous()
+        assert output.stride(2) == 1 and matrix.outputs == output.shape[1] * output.shape[2]
+        to, threads = output.stride(), torch.get_num_threads()
+        status = self._function(
+            *(as_argument(matrix), x.shape[1], x.data_ptr(), x.stride(0), x.stride(1)),
+            *(output.data_ptr(), to[0], to[1], len(x), threads),
+        )
+        if status != 0:
+            raise MemoryError("a matrix product ran out of memory for its scratch space")
+
+
 def _padded(rows: Tensor) -> Tensor:
     missing = -len(rows) % PANEL
     return torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])]) if missing else rows

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.metadata import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
 from baton_serve.engine.kernels.reference.layers import rms_norm
 from baton_serve.engine.kernels.reference.state_space import lightning, selective_scan, state_space
@@ -18,6 +18,8 @@ __all__ = [
     "gated_norm",
     "latent_rows",
     "lightning",
+    "multiply_heads",
+    "pack_heads",
     "selective_scan",
     "sigmoid_gate",
     "state_space",
@@ -124,6 +126,19 @@ def latent_rows(rows: LatentRows, query: Tensor) -> Tensor:
     return torch.cat([rms_norm(latent, rows.norm.weight, rows.norm.eps), _rotated(key[:, None], rows)[:, 0]], -1)[
         :, None
     ]
+
+
+def pack_heads(weights: Tensor) -> Tensor | PackedWeight:
+    """Return `weights` unchanged, as plain torch reads them."""
+    return weights
+
+
+def multiply_heads(x: Tensor, weights: Tensor | PackedWeight, output: Tensor) -> None:
+    """Store the products of heads with their own weights in `output`, in plain torch, as `MixerKernels.multiply_heads`
+    specifies.
+    """
+    assert isinstance(weights, Tensor)  # `pack_heads` returned it
+    torch.matmul(x.transpose(0, 1), weights, out=output.transpose(0, 1))
 
 
 def _rotated(x: Tensor, rows: LatentRows) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Norm
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
+from baton_serve.engine.kernels.reference.mixers import multiply_heads, pack_heads
 from baton_serve.engine.kernels.triton.channel_delta import channel_delta_chunks
 from baton_serve.engine.kernels.triton.convolution import convolve
 from baton_serve.engine.kernels.triton.delta_chunks import delta_chunks
@@ -20,6 +21,7 @@ from baton_serve.engine.kernels.triton.selective_scan import selective_scan
 from baton_serve.engine.kernels.triton.state_space import lightning, state_space
 from baton_serve.engine.kernels.triton.tiles import padded
 
+# torch's products of heads call the GPU's own library.
 __all__ = [
     "channel_delta_rule",
     "convolve",
@@ -27,6 +29,8 @@ __all__ = [
     "gated_norm",
     "latent_rows",
     "lightning",
+    "multiply_heads",
+    "pack_heads",
     "selective_scan",
     "sigmoid_gate",
     "state_space",

@@ -45,6 +45,19 @@ struct StoreArguments {
   int32_t codes;  // of the cache (codes.h); its strides count bytes then, and a head's tokens lie close together
 };
 
+// What the cache of latent attention stores of each token: the norm of its latent, and the rotated part of its key. The
+// parts of its query heads that rotate go to `attending`.
+struct LatentRowsArguments {
+  const void *latents, *weight, *query;  // [num_tokens, rank + rotary_dim]; [rank]; [num_tokens, num_heads, rotary_dim]
+  const float *cos, *sin;                // as in StoreArguments
+  void *output, *attending;              // [num_tokens, rank + rotary_dim], contiguous; as query
+  int64_t latent_stride, query_token_stride, query_head_stride, attending_token_stride, attending_head_stride;
+  int64_t num_tokens, rotary_stride;
+  int32_t num_heads, rank, rotary_dim, dtype, num_threads;
+  int32_t is_interleaved, keeps_order;  // whether pairs are neighbours, and whether they stay so
+  float epsilon;
+};
+
 struct AttendArguments {
   const void* query;  // [num_tokens, num_heads, head_dim]
   const void* cache;  // [num_blocks, 2, num_kv_heads, block_tokens, head_dim]
@@ -119,6 +132,7 @@ int baton_norm(const NormArguments*);
 int baton_gate(const GateArguments*);
 int baton_gated_norm(const GatedNormArguments*);
 int baton_store(const StoreArguments*);
+int baton_latent_rows(const LatentRowsArguments*);
 int baton_attend(const AttendArguments*);
 int baton_delta_step(const DeltaArguments*);
 int baton_delta_prompt(const DeltaPromptArguments*);

@@ -110,20 +110,20 @@ int baton_gated_norm(const GatedNormArguments* a) {
 
 namespace {
 
-// `from` and `to` may be the same row. Pairs are (i, i + rotary_dim / 2), or neighbours where interleaved.
-template <class T> void rotate(const T* from, T* to, const StoreArguments& a, int64_t token) {
-  const int half = a.rotary_dim / 2;
-  const float *cos = a.cos + token * a.rotary_stride, *sin = a.sin + token * a.rotary_stride;
+// Pairs are (i, i + half), or neighbours; `reads_pairs` and `writes_pairs` say whether they are neighbours in `from` and `to`,
+// which may be the same row if both agree.
+template <class T>
+void rotate_pairs(const T* from, T* to, int half, const float* cos, const float* sin, bool reads_pairs, bool writes_pairs) {
   for (int i = 0; i < half; i += W) {
     const int left = std::min(W, half - i);
     T pairs[2][W] = {};
-    if (a.interleaved)
+    if (reads_pairs)
       for (int j = 0; j < 2 * left; j++) pairs[j % 2][j / 2] = from[2 * i + j];
-    const vf low = a.interleaved ? load_elements(pairs[0]) : load_elements(from + i, left);
-    const vf high = a.interleaved ? load_elements(pairs[1]) : load_elements(from + half + i, left);
+    const vf low = reads_pairs ? load_elements(pairs[0]) : load_elements(from + i, left);
+    const vf high = reads_pairs ? load_elements(pairs[1]) : load_elements(from + half + i, left);
     const vf c = load_elements(cos + i, left), s = load_elements(sin + i, left);
     const vf first = low * c - high * s, second = fma(high, c, low * s);
-    if (a.interleaved) {
+    if (writes_pairs) {
       store_elements(pairs[0], first);
       store_elements(pairs[1], second);
       for (int j = 0; j < 2 * left; j++) to[2 * i + j] = pairs[j % 2][j / 2];
@@ -132,6 +132,12 @@ template <class T> void rotate(const T* from, T* to, const StoreArguments& a, in
       store_elements(to + half + i, second, left);
     }
   }
+}
+
+// `from` and `to` may be the same row. Pairs are (i, i + rotary_dim / 2), or neighbours where interleaved.
+template <class T> void rotate(const T* from, T* to, const StoreArguments& a, int64_t token) {
+  const float *cos = a.cos + token * a.rotary_stride, *sin = a.sin + token * a.rotary_stride;
+  rotate_pairs(from, to, a.rotary_dim / 2, cos, sin, a.interleaved, a.interleaved);
   if (from != to && a.rotary_dim < a.head_dim)
     std::memcpy((void*)(to + a.rotary_dim), from + a.rotary_dim, (a.head_dim - a.rotary_dim) * sizeof(T));
 }
@@ -182,6 +188,24 @@ extern "C" int baton_store(const StoreArguments* a) {
           std::memcpy((void*)to, key, a->head_dim * sizeof(T));
         std::memcpy((void*)(to + a->cache_value_offset), value, a->head_dim * sizeof(T));
       }
+    });
+  });
+}
+
+extern "C" int baton_latent_rows(const LatentRowsArguments* a) {
+  return with_dtype(a->dtype, [a](auto* element) {
+    using T = std::remove_pointer_t<decltype(element)>;
+    const int width = a->rank + a->rotary_dim, half = a->rotary_dim / 2;
+    for_rows(a->num_tokens, width + (int64_t)a->num_heads * a->rotary_dim, a->num_threads, [=](int64_t token) {
+      const float *cos = a->cos + token * a->rotary_stride, *sin = a->sin + token * a->rotary_stride;
+      const T* latent = (const T*)a->latents + token * a->latent_stride;
+      T* output = (T*)a->output + token * width;
+      norm_row(latent, (const T*)a->weight, (const T*)nullptr, output, a->rank, a->epsilon, RMS);
+      rotate_pairs(latent + a->rank, output + a->rank, half, cos, sin, a->is_interleaved, a->keeps_order);
+      const T* query = (const T*)a->query + token * a->query_token_stride;
+      T* attending = (T*)a->attending + token * a->attending_token_stride;
+      for (int h = 0; h < a->num_heads; h++, query += a->query_head_stride, attending += a->attending_head_stride)
+        rotate_pairs(query, attending, half, cos, sin, a->is_interleaved, a->keeps_order);
     });
   });
 }

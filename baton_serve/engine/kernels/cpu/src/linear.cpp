@@ -391,6 +391,26 @@ extern "C" int baton_use_tiles(int) { return 0; }
 
 #endif
 
+// The product of each head with its own weights: outputs [head * n, (head + 1) * n) of `weights` are of one head, where n is a
+// multiple of a panel's outputs. Strides count elements. 0: done; 2: out of memory.
+extern "C" int baton_linear_heads(const baton::PackedMatrix* weights, int32_t num_heads, const void* x, int64_t x_stride,
+                                  int64_t x_head_stride, void* y, int64_t y_stride, int64_t y_head_stride, int64_t rows,
+                                  int32_t num_threads) {
+  constexpr int64_t WORK = 1 << 18;  // rows x inputs x outputs worth a second thread
+  const int64_t outputs = weights->outputs / num_heads, words = outputs * weights->inputs * sizeof(baton::bf16);
+  const int threads = rows * weights->inputs * weights->outputs < WORK ? 1 : num_threads;
+  int status = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) reduction(| : status) if (threads > 1)
+  for (int32_t head = 0; head < num_heads; head++) {
+    baton::PackedMatrix own = *weights;
+    own.words = (const char*)weights->words + head * words, own.outputs = (int32_t)outputs;
+    const auto* from = (const baton::bf16*)x + head * x_head_stride;
+    auto* to = (baton::bf16*)y + head * y_head_stride;
+    if (!baton::linear(own, from, x_stride, to, y_stride, rows, baton::PLAIN, 1)) status = 2;
+  }
+  return status;
+}
+
 // 0: done; 2: out of memory.
 extern "C" int baton_linear(const baton::PackedMatrix* weights, const void* x, int64_t x_stride, void* y, int64_t y_stride,
                             int64_t rows, int32_t num_threads) {
