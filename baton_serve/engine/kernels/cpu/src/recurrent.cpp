@@ -48,16 +48,20 @@ template <class T> void read_row(const T* from, float* to, int n, float scale, b
   for (int i = 0; i < n; i++) to[i] *= factor;
 }
 
-// N words of the value's columns. `state` is [key_size, value_size].
-template <int N, class T>
+constexpr int DELTA_WORDS = BATON_LANES == 16 ? 8 : 4;  // of a row of the state, whose sums are in registers
+
+// N words of the value's columns. `state` is [key_size, value_size]. Whole rows are read as one stream, which the hardware's
+// prefetchers follow; asking for more in advance makes it slower.
+// IS_WHOLE: the last word is a whole one. Where it may not be, the sums do not stay in registers.
+template <int N, bool IS_WHOLE, class T>
 void delta_columns(float* state, const float* query, const float* key, const float* decay, const T* value, T* output,
                    int key_size, int stride, int columns, float beta, float key_query) {
   vf remembered[N] = {}, read[N] = {};
-  const int last = columns - (N - 1) * W;
+  const int last = IS_WHOLE ? W : columns - (N - 1) * W;
   for (int i = 0; i < key_size; i++) {
     const float* row = state + (int64_t)i * stride;
     const vf k = splat(key[i] * decay[i]), q = splat(query[i] * decay[i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int w = 0; w < N; w++) {
       const vf s = load_elements(row + w * W, w == N - 1 ? last : W);
       remembered[w] = fma(s, k, remembered[w]);
@@ -65,7 +69,7 @@ void delta_columns(float* state, const float* query, const float* key, const flo
     }
   }
   vf delta[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int w = 0; w < N; w++) {
     const int left = w == N - 1 ? last : W;
     delta[w] = (load_elements(value + w * W, left) - remembered[w]) * beta;
@@ -74,7 +78,7 @@ void delta_columns(float* state, const float* query, const float* key, const flo
   for (int i = 0; i < key_size; i++) {
     float* row = state + (int64_t)i * stride;
     const vf k = splat(key[i]), d = splat(decay[i]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int w = 0; w < N; w++) {
       const int left = w == N - 1 ? last : W;
       store_elements(row + w * W, fma(load_elements(row + w * W, left), d, k * delta[w]), left);
@@ -88,17 +92,20 @@ void delta_token(float* state, const float* query, const float* key, const float
                  int key_size, int value_size, float beta) {
   float key_query = 0.f;
   for (int i = 0; i < key_size; i++) key_query += key[i] * query[i];
-  for (int at = 0; at < value_size; at += 4 * W) {
-    const int columns = std::min(4 * W, value_size - at);
+  for (int at = 0, columns; at < value_size; at += columns) {
+    const bool is_wide = value_size - at >= DELTA_WORDS * W;
+    columns = is_wide ? DELTA_WORDS * W : std::min(4 * W, value_size - at);
     const auto run = [&](auto words) {
-      delta_columns<decltype(words)::value>(state + at, query, key, decay, value + at, output + at, key_size, value_size,
-                                            columns, beta, key_query);
+      constexpr int N = decltype(words)::value;
+      const auto update = columns == N * W ? delta_columns<N, true, T> : delta_columns<N, false, T>;
+      update(state + at, query, key, decay, value + at, output + at, key_size, value_size, columns, beta, key_query);
     };
-    switch ((columns + W - 1) / W) {
+    switch (is_wide ? DELTA_WORDS : (columns + W - 1) / W) {
       case 1: run(std::integral_constant<int, 1>()); break;
       case 2: run(std::integral_constant<int, 2>()); break;
       case 3: run(std::integral_constant<int, 3>()); break;
-      default: run(std::integral_constant<int, 4>());
+      case 4: run(std::integral_constant<int, 4>()); break;
+      default: run(std::integral_constant<int, DELTA_WORDS>());
     }
   }
 }
@@ -299,8 +306,10 @@ template <class T> void store_taps(T* to, int taps, int count, const vf* from) {
 constexpr int MAX_TAPS = 16;
 
 // The W channels from `c` on for rows [first, end) of one sequence. The state of a channel is its last `taps` inputs.
-template <int TAPS, class T> void convolve_channels(const ConvolutionArguments& a, T* state, int64_t first, int64_t end, int c) {
-  const int taps = TAPS ? TAPS : a.taps, count = std::min(W, a.num_channels - c);
+// IS_WHOLE: there are W. Where there may be fewer, the taps do not stay in registers.
+template <int TAPS, bool IS_WHOLE, class T>
+void convolve_channels(const ConvolutionArguments& a, T* state, int64_t first, int64_t end, int c) {
+  const int taps = TAPS ? TAPS : a.taps, count = IS_WHOLE ? W : std::min(W, a.num_channels - c);
   vf weight[TAPS ? TAPS : MAX_TAPS], past[TAPS ? TAPS : MAX_TAPS];
   load_taps((const T*)a.weight + (int64_t)c * taps, taps, count, weight);
   load_taps(state + (int64_t)c * taps, taps, count, past);
@@ -330,8 +339,12 @@ template <class T> void convolve_sequence(const ConvolutionArguments& a, int64_t
   }
   if (first == end) return;
   T* state = (T*)a.states + a.slots[sequence] * a.state_stride;
-  for (int c = begin; c < stop; c += W)
-    a.taps == 4 ? convolve_channels<4>(a, state, first, end, c) : convolve_channels<0>(a, state, first, end, c);
+  for (int c = begin; c < stop; c += W) {
+    const auto convolve = a.taps != 4               ? convolve_channels<0, false, T>
+                          : c + W <= a.num_channels ? convolve_channels<4, true, T>
+                                                    : convolve_channels<4, false, T>;
+    convolve(a, state, first, end, c);
+  }
 }
 
 }  // namespace
@@ -351,7 +364,11 @@ int baton_delta_prompt(const DeltaPromptArguments* a) {
   return with_dtype(a->dtype, [a](auto* element) {
     using T = std::remove_pointer_t<decltype(element)>;
     const int64_t heads = a->num_seqs * a->num_heads;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(a->num_threads) if (a->num_threads > 1)
+    // Heads of one token lie one after another for a thread; those of prompts take long enough to be shared out one by one.
+    const bool has_prompts = a->starts[a->num_seqs] > a->num_seqs;
+    const int64_t share = std::min<int64_t>((heads + a->num_threads - 1) / a->num_threads, a->num_heads);
+    const int64_t stretch = has_prompts || share < 1 ? 1 : share;
+#pragma omp parallel for schedule(dynamic, stretch) num_threads(a->num_threads) if (a->num_threads > 1)
     for (int64_t i = 0; i < heads; i++) DeltaHead<T>(*a, i / a->num_heads, (int)(i % a->num_heads)).run();
   });
 }
