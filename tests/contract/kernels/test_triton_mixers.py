@@ -1,5 +1,7 @@
 """The kernels of token mixers against their plain-torch twins, and the twins against transformers' functions."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -71,6 +73,20 @@ def test_the_delta_rule_equals_its_twin(
     check(states.to(dtype), expected_states.to(dtype))
     unused = [slot for slot in range(NUM_SLOTS) if slot not in step[1]]
     assert torch.equal(states[unused], expected_states[unused])
+
+
+@DTYPES
+def test_equal_keys_that_nothing_decays_do_not_enlarge_errors(dtype: torch.dtype) -> None:
+    torch.manual_seed(2)
+    sequences = packed([70], [1])
+    inputs = delta_heads(70, 1, 2, 16, 24, dtype)
+    # The numbers of a chunk's system are largest where one token is repeated.
+    same = replace(inputs, qkv=inputs.qkv[:1].repeat(70, 1), beta=inputs.beta + 4.0, step=inputs.step - 12.0)
+    states = random_states(2, 16, 24)
+    expected_states = states.clone()
+    expected = twin.delta_rule(same, expected_states, sequences)
+    check(mixers.delta_rule(same, states, sequences), expected)
+    check(states.to(dtype), expected_states.to(dtype))
 
 
 @STEPS

@@ -299,7 +299,7 @@ def _solve_kernel(  # noqa: PLR0913
         products = tl.load(mixing + at * chunk + place[None, :], live[:, None], other=0.0)
         # `step_size` loads without a mask, so rows behind the end read token 0. They update nothing.
         size = tl.where(live, step_size(beta + tl.where(live, token, 0) * beta_stride + head, dtype), 0.0)
-        inverse = inverse_of(products * size[:, None], place, chunk, block, exact)
+        inverse = inverse_of(products * size[:, None], chunk, block, exact)
         inverse = (inverse * size[None, :]).to(dtype)
         dim, column = tl.arange(0, keys), tl.arange(0, values)
         width: tl.constexpr = num_heads * key_size

@@ -37,8 +37,10 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
     output = torch.empty((num_tokens, num_heads, value_size), dtype=dtype, device=device)
     totals = torch.empty((num_tokens, num_heads), dtype=torch.float32, device=device)
     new_values, seen_keys = torch.empty_like(output), output.new_empty(num_tokens, num_heads, heads.key_size)
-    # The factors by which queries and keys get the length 1.
-    units = torch.empty((2, num_tokens, heads.num_key_heads), dtype=torch.float32, device=device)
+    # How far each token attends to the tokens of its chunk.
+    scores = output.new_empty(num_tokens, num_heads, CHUNK_TOKENS)
+    # The factors of a token's query and of its key where the state enters and leaves its chunk.
+    factors = torch.empty((2, num_tokens, num_heads), dtype=torch.float32, device=device)
     constants = {
         "num_heads": num_heads,
         "group": num_heads // heads.num_key_heads,
@@ -54,7 +56,8 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         new_values,
         seen_keys,
         totals,
-        units,
+        scores,
+        factors,
         heads.qkv,
         heads.beta,
         heads.step,
@@ -81,7 +84,8 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         new_values,
         seen_keys,
         totals,
-        units,
+        scores,
+        factors,
         heads.qkv,
         states,
         sequences.starts,
@@ -110,7 +114,8 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
     new_values,
     seen_keys,
     totals,
-    units,
+    scores,
+    factors,
     qkv,
     beta,
     step,
@@ -165,21 +170,27 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
         # Matrix units read queries, keys and values as they are. Their factors scale rows or columns of results.
         key = tl.load(at_query + width, in_key, other=0.0)
         unit = unit_factors(key, 1.0)
-        # The value heads of one key head have the same factors, so the first of them stores them for all.
-        if head % group == 0:
-            at_unit = units + token * (num_heads // group) + head // group
-            query = tl.load(at_query, in_key, other=0.0)
-            tl.store(at_unit, unit_factors(query, scale), live)
-            tl.store(at_unit + num_tokens.to(tl.int64) * (num_heads // group), unit, live)
-        scores = tl.dot(key, tl.trans(key), input_precision=precision)
+        mixing = tl.dot(key, tl.trans(key), input_precision=precision)
         below = place[:, None] > place[None, :]
         # Above the diagonal the exponent is positive and might overflow.
         between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-        mixing = tl.where(below, scores * between * (size * unit)[:, None] * unit[None, :], 0.0)
-        inverse = inverse_of(mixing, place, chunk, block, exact)
+        mixing = tl.where(below, mixing * between * (size * unit)[:, None] * unit[None, :], 0.0)
+        query = tl.load(at_query, in_key, other=0.0)
+        query_unit = unit_factors(query, scale)
+        attended = tl.dot(query, tl.trans(key), input_precision=precision)
+        attended = tl.where(
+            place[:, None] >= place[None, :], attended * between * query_unit[:, None] * unit[None, :], 0.0
+        )
+        at = token[:, None] * num_heads + head
+        tl.store(scores + at * chunk + place[None, :], attended.to(dtype), live[:, None])
+        at_factor = factors + token * num_heads + head
+        tl.store(at_factor, query_unit * tl.exp(total), live)
+        # A token's update decays until the end of the chunk.
+        final = tl.sum(tl.where(live, decay, 0.0), 0)
+        tl.store(at_factor + num_tokens.to(tl.int64) * num_heads, tl.exp(final - total) * unit, live)
+        inverse = inverse_of(mixing, chunk, block, exact)
         in_value = live[:, None] & (column < value_size)[None, :]
         value = tl.load(row + 2 * width + head * value_size + column[None, :], in_value, other=0.0)
-        at = token[:, None] * num_heads + head
         solved = tl.dot((inverse * size[None, :]).to(dtype), value, input_precision=precision)
         tl.store(new_values + at * value_size + column[None, :], solved.to(dtype), in_value)
         # `total` sums up logarithms since the chunk began: exp(total) is what is left of the state that entered it.
@@ -189,42 +200,76 @@ def _solve_kernel(  # noqa: PLR0913, PLR0915
 
 
 @triton.jit
-def inverse_of(mixing, place, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
+def inverse_of(mixing, chunk: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
     """Return the inverse of the matrix 1 + mixing, in which `mixing` has numbers below the diagonal only.
 
-    The blocks on the diagonal are inverted row by row, all at the same time. Multiplied by their inverse, the matrix is
-    1 plus a rest of blocks below the diagonal. The fourth power of the rest is zero, which ends the series.
+    The blocks on the diagonal are inverted all at the same time. Two neighbours and the block below the first are then
+    inverted as one, twice.
     """
     count: tl.constexpr = chunk // block
     number, row = tl.arange(0, count), tl.arange(0, block)
     # As [block, row, block, column], the blocks on the diagonal are those with two equal numbers.
     is_own = (number[:, None] == number[None, :])[:, None, :, None]
     found = -tl.sum(tl.where(is_own, tl.reshape(mixing, [count, block, count, block]), 0.0), 2)
-    # Row i is final once it has been multiplied by the rows above it, which are.
-    for at in range(1, block):
-        is_row = (row == at)[None, :, None]
-        final = tl.sum(tl.where(is_row, found, 0.0), 1)
-        final += tl.sum(final[:, :, None] * found, 1)
-        found = tl.where(is_row, final[:, None, :], found)
-    found += tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
-    zeros = tl.zeros([count, block, count, block], tl.float32)
-    blocks = tl.reshape(tl.where(is_own, found[:, :, None, :] + zeros, 0.0), [chunk, chunk])
-    # 1 / (1 + rest) = 1 - rest + rest^2 - rest^3
-    rest = tl.where(place[:, None] // block == place[None, :] // block, 0.0, mixing)
-    rest = tl.dot(blocks, rest, input_precision=exact)
-    square = tl.dot(rest, rest, input_precision=exact)
-    series = tl.where(place[:, None] == place[None, :], 1.0, 0.0) - rest + square
-    series -= tl.dot(square, rest, input_precision=exact)
-    return tl.dot(series, blocks, input_precision=exact)
+    one = tl.where(row[:, None] == row[None, :], 1.0, 0.0)[None, :, :]
+    if exact == "ieee":
+        # Row i is final once it has been multiplied by the rows above it, which are.
+        for at in range(1, block):
+            is_row = (row == at)[None, :, None]
+            final = tl.sum(tl.where(is_row, found, 0.0), 1)
+            final += tl.sum(final[:, :, None] * found, 1)
+            found = tl.where(is_row, final[:, None, :], found)
+        found += one
+    else:
+        # The sixteenth power of a block is zero: 1 / (1 - x) = (1 + x) (1 + x^2) (1 + x^4) (1 + x^8). Powers enlarge
+        # errors of rounding, which float32 would show and 16 bits do not.
+        square = tl.dot(found, found, input_precision=exact)
+        fourth = tl.dot(square, square, input_precision=exact)
+        eighth = tl.dot(fourth, fourth, input_precision=exact)
+        low = tl.dot(one + found, one + square, input_precision=exact)
+        high = tl.dot(one + fourth, one + eighth, input_precision=exact)
+        found = tl.dot(low, high, input_precision=exact)
+    found = _doubled(found, mixing, count, block, exact)
+    return tl.reshape(_doubled(found, mixing, count // 2, 2 * block, exact), [chunk, chunk])
+
+
+@triton.jit
+def _doubled(found, mixing, count: tl.constexpr, block: tl.constexpr, exact: tl.constexpr):
+    """Return the inverses of the blocks of twice the size on the diagonal of 1 + mixing, [count / 2, 2 * block, 2 *
+    block]. `found` has the inverses of the `count` blocks of size `block`.
+    """
+    half: tl.constexpr = count // 2
+    number = tl.arange(0, count)
+    is_left = (number[:, None] == number[None, :] + 1)[:, None, :, None]
+    left = tl.sum(tl.where(is_left, tl.reshape(mixing, [count, block, count, block]), 0.0), 2)
+    first, second = _pairs(found, half, block)
+    _, left = _pairs(left, half, block)
+    # The inverse of [[a, 0], [c, b]] is [[1 / a, 0], [-1 / b * c * 1 / a, 1 / b]].
+    if half == 1:
+        corner = tl.dot(tl.reshape(second, [block, block]), tl.reshape(left, [block, block]), input_precision=exact)
+        corner = tl.dot(corner, tl.reshape(first, [block, block]), input_precision=exact)
+        corner = tl.reshape(corner, [half, block, block])
+    else:
+        corner = tl.dot(tl.dot(second, left, input_precision=exact), first, input_precision=exact)
+    above = tl.reshape(tl.permute(tl.join(first, tl.zeros_like(first)), (0, 1, 3, 2)), [half, block, 2 * block])
+    below = tl.reshape(tl.permute(tl.join(-corner, second), (0, 1, 3, 2)), [half, block, 2 * block])
+    return tl.reshape(tl.permute(tl.join(above, below), (0, 3, 1, 2)), [half, 2 * block, 2 * block])
+
+
+@triton.jit
+def _pairs(blocks, half: tl.constexpr, block: tl.constexpr):
+    """Return the blocks with even and those with odd numbers, both [half, block, block]."""
+    return tl.split(tl.permute(tl.reshape(blocks, [half, 2, block, block]), (0, 2, 3, 1)))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _pass_kernel(  # noqa: PLR0913, PLR0915
+def _pass_kernel(  # noqa: PLR0913
     output,
     new_values,
     seen_keys,
     totals,
-    units,
+    scores,
+    factors,
     qkv,
     states,
     starts,
@@ -258,19 +303,19 @@ def _pass_kernel(  # noqa: PLR0913, PLR0915
         in_row = place[:, None] * qkv_stride + dim[None, :]
         in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
         in_values = place[:, None] * (num_heads * value_size) + column[None, :]
-        key_heads: tl.constexpr = num_heads // group
         for first in range(start, end, chunk):
             live = first + place < end
             row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
-            total = tl.load(totals + row * num_heads + head + place * num_heads, live, other=0.0)
             final = tl.load(totals + last * num_heads + head)
             rows = live[:, None] & in_key[None, :]
             at_query = qkv + row * qkv_stride + head // group * key_size
             query = tl.load(at_query + in_row, rows, other=0.0)
             key = tl.load(at_query + width + in_row, rows, other=0.0)
-            at_unit = units + row * key_heads + head // group + place * key_heads
-            query_unit = tl.load(at_unit, live, other=0.0)
-            key_unit = tl.load(at_unit + num_tokens.to(tl.int64) * key_heads, live, other=0.0)
+            at_factor = factors + row * num_heads + head + place * num_heads
+            entering = tl.load(at_factor, live, other=0.0)
+            leaving = tl.load(at_factor + num_tokens.to(tl.int64) * num_heads, live, other=0.0)
+            at_scores = scores + (row * num_heads + head) * chunk
+            score = tl.load(at_scores + place[:, None] * (num_heads * chunk) + place[None, :], live[:, None], other=0.0)
             # The keys of the update, times the state, are the part of earlier chunks in its values.
             seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
             mask = live[:, None] & in_value[None, :]
@@ -279,15 +324,9 @@ def _pass_kernel(  # noqa: PLR0913, PLR0915
             # Matrix units read the model's dtype; sums, decays and the state stay float32.
             narrow = state.to(dtype)
             update -= tl.dot(seen, narrow, input_precision=precision)
-            below = (place[:, None] >= place[None, :]) & live[:, None] & live[None, :]
-            between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-            scores = tl.dot(query, tl.trans(key), input_precision=precision)
-            scores = tl.where(below, scores * between * query_unit[:, None] * key_unit[None, :], 0.0).to(dtype)
-            result = tl.dot(query, narrow, input_precision=precision) * (query_unit * tl.exp(total))[:, None]
-            result = tl.dot(scores, update.to(dtype), result, input_precision=precision)
+            result = tl.dot(query, narrow, input_precision=precision) * entering[:, None]
+            result = tl.dot(score, update.to(dtype), result, input_precision=precision)
             tl.store(output + from_row + in_values, result.to(dtype), mask)
-            # A token's update decays until the end of the chunk.
-            rest = tl.where(live, tl.exp(final - total) * key_unit, 0.0)
-            update = (update * rest[:, None]).to(dtype)
+            update = (update * leaving[:, None]).to(dtype)
             state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
         tl.store(at_state, state, in_state)
