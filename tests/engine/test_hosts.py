@@ -27,6 +27,12 @@ def on_two_hosts(folder: Any, **settings: Any) -> Engine:
         ("llama", {"tensor_parallel_size": 2}),
         ("llama", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         ("gemma4", {"tensor_parallel_size": 2}),
+        # Layers of different shapes, over ranks and stages.
+        ("gemma4_moe", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
+        # Recurrent states, of which the other host has half of the heads, or of the layers, or both.
+        ("qwen3_5", {"tensor_parallel_size": 2}),
+        ("mamba2", {"pipeline_parallel_size": 2}),
+        ("qwen3_next", {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}),
         ("qwen3", {"tensor_parallel_size": 2, "kv_cache_dtype": "fp8"}),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value)),

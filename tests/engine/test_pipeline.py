@@ -17,11 +17,13 @@ from baton_serve.engine.collectives.stage import Stage, partition_layers
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
+from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from baton_serve.engine.model.staged import StagedForward
 from baton_serve.engine.step.in_flight import InFlightStep
 from baton_serve.engine.step.step_loop import StepLoop
 from tests.engine.conftest import FakeCapture, FakeGraph, References
 from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
+from tests.families import HYBRIDS
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threaded_ranks")]
 
@@ -58,6 +60,58 @@ def test_families(family: str, references: References) -> None:
         assert ask(engine, reference.prompts) == reference.answers
 
 
+@pytest.mark.parametrize("family", [family for family in HYBRIDS if family != "zamba2"])
+def test_hybrids_answer_as_transformers(family: str, references: References) -> None:
+    """In chunks that follow each other through the stages, and from a checkpoint. A stage may lack states or KV."""
+    reference = references(family)
+    with make_engine(reference.folder) as one:
+        layout = one.layout
+    for size in (2, 3):
+        with make_engine(reference.folder, max_num_batched_tokens=24, pipeline_parallel_size=size) as engine:
+            assert engine.layout == layout
+            assert ask(engine, reference.prompts) == reference.answers
+            before = engine.stats().prefix_hit_tokens
+            assert ask(engine, reference.prompts[3:]) == reference.answers[3:]
+            assert engine.stats().prefix_hit_tokens == before + 96 + 48
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "place"),
+    [
+        ("qwen3_5", {"pipeline_parallel_size": 2}, "shared"),
+        ("qwen3_5", {"pipeline_parallel_size": 3}, "mirrored"),
+        ("qwen3_5", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "mirrored"),
+        ("qwen3_next", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "shared"),
+        ("falcon_h1", {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}, "shared"),
+        ("mamba2", {"pipeline_parallel_size": 2}, "mirrored"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(map(str, value.values())),
+)
+def test_checkpoints_of_one_stage_and_of_several_are_the_same_bytes(
+    family: str,
+    settings: dict[str, Any],
+    place: KVMemoryKind,
+    references: References,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts get further answers too. Stages on devices keep blocks in a mirror."""
+    reference = references(family)
+    prompts, answers = reference.prompts, reference.answers
+    with make_engine(reference.folder) as one:
+        small = {"num_gpu_blocks_override": 160 // 16 + 3 * one.layout.state_blocks, "max_model_len": 128}
+        place_kv_caches(monkeypatch, place)
+        with make_engine(reference.folder, max_num_batched_tokens=24, **small, **settings) as several:
+            assert one.layout == several.layout
+            for source, sink in ((one, several), (several, one)):
+                for number in range(2):  # the second one has a prefix in the cache of both
+                    work = make_work(source, f"over-{number}", prompts[3])
+                    assert hand_over(source, sink, work)[f"over-{number}", 0] == answers[3]
+                assert several.reset_prefix_cache() and one.reset_prefix_cache()
+            assert ask(several, prompts[:3] * 2) == answers[:3] * 2
+            several.add(make_work(several, "several", prompts[4], sequences=2))
+            assert run(several) == {("several", number): answers[4] for number in range(2)}
+
+
 @pytest.mark.parametrize("quantization", ["int8", "sym_int4"])
 def test_rounded_weights_give_the_tokens_of_one_stage(quantization: str, references: References) -> None:
     reference = references("llama")
@@ -87,13 +141,15 @@ def test_handoffs_between_different_numbers_of_ranks(references: References) -> 
             engine.close()
 
 
-def test_preempted_sequences_of_stages_are_computed_again(references: References) -> None:
-    folder = references("llama").folder
-    prompts = [[(7 * number + i) % 256 for i in range(16)] for number in range(8)]
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "mamba2"])
+def test_preempted_sequences_of_stages_are_computed_again(family: str, references: References) -> None:
+    folder = references(family).folder
+    prompts = [[(7 * number + i) % 256 for i in range(16)] for number in range(16)]
     with make_engine(folder) as one:
         expected = ask(one, prompts)
-    # Too few blocks for all answers at once.
-    with make_engine(folder, pipeline_parallel_size=2, num_gpu_blocks_override=10, max_model_len=128) as two:
+        # Too few blocks for all answers at once.
+        num_blocks = 10 + 2 * one.layout.state_blocks
+    with make_engine(folder, pipeline_parallel_size=2, num_gpu_blocks_override=num_blocks, max_model_len=128) as two:
         assert ask(two, prompts) == expected
         assert two.stats().preemptions
 
@@ -191,8 +247,14 @@ def replays_of(graphs: list[FakeGraph]) -> int:
     return sum(graph.replays for graph in graphs)
 
 
-@pytest.mark.parametrize(("stages", "size"), [(2, 1), (3, 1), (2, 2)])
-@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("family", "stages", "size"),
+    [
+        *((family, *sizes) for family in ("llama", "qwen3_moe") for sizes in ((2, 1), (3, 1), (2, 2))),
+        # The first of its stages has recurrent states alone, and the last one attention alone.
+        ("qwen3_5", 3, 1),
+    ],
+)
 def test_steps_of_all_stages_are_replayed(
     family: str, stages: int, size: int, references: References, captured: FakeCapture
 ) -> None:
@@ -314,7 +376,7 @@ def test_cancelled_while_steps_are_in_the_stages(references: References) -> None
         ("llama", {"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,1"}, ConfigError, "whose sum is 3"),
         ("llama", {"pipeline_layer_partition": "3"}, ConfigError, "set pipeline_parallel_size too"),
         ("llama", {"pipeline_parallel_size": 2, "enable_lora": True}, ConfigError, "enable_lora"),
-        ("qwen3_5", {"pipeline_parallel_size": 2}, UnsupportedModelError, "have recurrent states"),
+        ("zamba2", {"pipeline_parallel_size": 2}, UnsupportedModelError, "share weights"),
         ("llama4_text", {"pipeline_parallel_size": 2}, UnsupportedModelError, "attend in chunks"),
         ("glm_moe_dsa", {"pipeline_parallel_size": 2}, UnsupportedModelError, "through an indexer"),
     ],

@@ -172,8 +172,10 @@ class DecodeGraphs:
         limits: SchedulerConfig,
         argmax: Argmax | None = None,
         states: StateViews | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        device = layers[0].device
+        """`device` is that of `layers`; None: there is at least one layer, which shows it."""
+        device = device or layers[0].device
         self._forward = forward
         self._has_logits = not isinstance(forward, CapturedStage)
         self._layers = layers

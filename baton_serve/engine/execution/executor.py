@@ -143,7 +143,7 @@ class LocalExecutor:
         if isinstance(forward, StagedForward):
             self._stage = CapturedStage(forward, max(limits.max_num_seqs, token_buckets(limits.max_step_tokens)[-1]))
         captured = self._stage or forward
-        self._graphs = DecodeGraphs(captured, self._layers, limits, argmax, self._states)
+        self._graphs = DecodeGraphs(captured, self._layers, limits, argmax, self._states, self._device)
         self._prompts = PromptGraphs(captured, self._layers, limits, self._graphs.last_tokens, no_images, self._states)
 
     @property

@@ -51,6 +51,7 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
 
     def shapes(kv: KVShape) -> ProofShapes:
         specs = [spec for spec, own in zip(model.specs, model.kv_shapes, strict=True) if own == kv]
+        specs = specs or [AttentionSpec(kv.head_dim**-0.5)]
         return ProofShapes(
             dtype=model.dtype,
             hidden=_stated_size(text, "hidden_size", "n_embd", "d_model") or DEFAULT_HIDDEN_SIZE,
@@ -68,7 +69,8 @@ def shapes_of(model: LoadedModel, layout: KVLayout, num_ranks: int) -> ProofShap
             mixers=_mixer_shapes(lambda name: _stated_size(text, name)),
         )
 
-    first, *others = map(shapes, dict.fromkeys(model.kv_shapes))
+    # A stage of a pipeline may have no attention.
+    first, *others = map(shapes, dict.fromkeys(model.kv_shapes or model.block_shapes[:1]))
     return replace(first, others=tuple(others))
 
 

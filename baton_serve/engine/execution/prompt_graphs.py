@@ -123,13 +123,14 @@ class PromptGraphs:
         no_images: Tensor | None = None,
         states: StateViews | None = None,
     ) -> None:
-        """Allocate the memory of the graphs' inputs on the device of `layers`, the layers' views of the KV cache.
+        """Allocate the memory of the graphs' inputs on the device of `last_tokens`. `layers` are the layers' views of
+        the KV cache.
 
-        `last_tokens` [slots], on the device, is the last token of each batch slot (row of a running sequence).
+        `last_tokens` [slots] is the last token of each batch slot (row of a running sequence).
         `no_images` [0, width] is like the image embeddings that the graphs accept; None: they accept none. `states` are
         the recurrent states of all batch slots; None for models without them.
         """
-        device = layers[0].device
+        device = last_tokens.device
         self._forward = forward
         self._has_all_rows = isinstance(forward, CapturedStage) and not forward.is_last
         self._layers = layers

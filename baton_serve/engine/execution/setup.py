@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout, KVShape, KVWindow
+from baton_serve.contracts.layout import KVLayout, KVWindow
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.links import StageLinks
@@ -19,7 +19,6 @@ from baton_serve.engine.execution.kernel_choice import choose_kernels
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.cache_groups import divide_layers
 from baton_serve.engine.kv.kv_cache import BlockPart
-from baton_serve.engine.kv.state_memory import row_bytes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
@@ -65,7 +64,6 @@ class EngineSetup:
         self.block_share = _block_share(model)
         """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
-        _check_ranks_of_states(config, model)
         # A step must be able to hold one token of every sequence.
         batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         max_num_seqs = capacity.limit_sequences(config, self.layout, device)
@@ -96,7 +94,7 @@ class EngineSetup:
             window_tokens=0 if self.layout.window is msgspec.UNSET else self.layout.window.tokens,
         )
         self._block_layers, self._stage_layers = model.block_layers, model.stage_layers
-        self._is_whole, self._is_alone = model.is_whole, config.num_ranks == 1
+        self._is_whole, self._is_alone, self._first_state = model.is_whole, config.num_ranks == 1, model.first_state
         self._device, self._enforce_eager = device, config.enforce_eager
         self.adapters: AdapterStore | None = None
         if config.enable_lora:
@@ -135,6 +133,12 @@ class EngineSetup:
         not set."""
         return self.forward.is_capturable and not self._enforce_eager and devices.has_graphs(self._device)
 
+    @property
+    def first_state(self) -> int | None:
+        """Return the byte of a checkpoint at which the recurrent states of this rank's stage begin; None for a single
+        rank."""
+        return None if self._is_alone else self._first_state
+
     def stage_shares(self) -> list[float]:
         """Return, for each pipeline stage, the fraction of every KV block's bytes that its layers take."""
         return [BlockPart(layers).share(self.layout) for layers in self._stage_layers]
@@ -146,19 +150,8 @@ class EngineSetup:
             return None
         # With cache groups a block has the KV of fewer layers, which all have the same heads.
         own = self.kv_heads[: self.layout.num_layers] if self.limits.layer_groups else self.kv_heads
-        heads = None if self._is_whole else tuple(heads.part for heads in own)
+        heads = None if self._is_whole or not own else tuple(heads.part for heads in own)
         return BlockPart(self._block_layers, heads)
-
-
-def _check_ranks_of_states(config: EngineConfig, model: LoadedModel) -> None:
-    """Raise `ConfigError` if ranks that cannot divide recurrent states are to hold them."""
-    if model.states and (config.pipeline_parallel_size > 1 or config.nnodes > 1):
-        raise ConfigError(
-            f"{model.name} has recurrent states (linear attention or a state space), which only tensor-parallel"
-            " ranks of one host can divide: pipeline_parallel_size is"
-            f" {config.pipeline_parallel_size} and nnodes is {config.nnodes}, and the largest that works is 1; set"
-            " both to 1"
-        )
 
 
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
@@ -187,47 +180,37 @@ def _layer_groups(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
 
 def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int, layer_groups: tuple[int, ...]) -> KVLayout:
     """Return the layout of whole KV blocks of `block_tokens` tokens, with the heads of all ranks, for layers that are
-    divided into the groups `layer_groups`. Raises `ConfigError` if tensor and pipeline parallelism together cannot
-    divide layers of different shapes.
+    divided into the groups `layer_groups`.
     """
     first = model.block_shapes[0]
     layout = KVLayout(
         fingerprint=model.fingerprint,
         num_layers=len(model.block_shapes),
-        num_kv_heads=model.kv_heads[0].total,
+        num_kv_heads=first.num_kv_heads,
         block_tokens=block_tokens,
         head_dim=first.head_dim,
         dtype=_kv_dtype(config, model),
         num_planes=first.num_planes,
-        state_bytes=row_bytes(model.states),
+        state_bytes=model.state_bytes,
         source_tokens=model.source_tokens,
     )
     if layer_groups:
         longest = max(spec.sliding_window or 0 for spec in model.specs)
         window = KVWindow(max(layer_groups), longest)
         return msgspec.structs.replace(layout, num_layers=layer_groups.count(0), window=window)
-    # Ranks may hold equal parts of unequal numbers of heads.
-    if len(set(model.block_shapes)) == 1 and len({heads.total for heads in model.kv_heads}) == 1:
+    if len(set(model.block_shapes)) == 1:
         return layout
-    if model.is_whole:
-        return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.block_shapes)
-    if model.stage_shapes:
-        raise ConfigError(
-            f"the layers of {model.name} have KV of different shapes, which tensor_parallel_size and"
-            " pipeline_parallel_size cannot divide together: set one of the two to 1"
-        )
-    pairs = zip(model.kv_heads, model.kv_shapes, strict=True)
-    layers = tuple(KVShape(heads.total, shape.head_dim, shape.num_planes) for heads, shape in pairs)
-    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=layers)
+    return msgspec.structs.replace(layout, num_kv_heads=0, head_dim=0, layers=model.block_shapes)
 
 
 def _block_share(model: LoadedModel) -> float:
-    """Return the fraction of each KV block that this rank holds, by its KV heads."""
+    """Return the fraction of each KV block's layers of its stage that this rank holds, by its KV heads; 1.0 if the
+    stage has no attention, since ranks of other stages may hold all heads."""
     sizes = [
         (heads.count * shape.head_dim * shape.num_planes, heads.total * shape.head_dim * shape.num_planes)
         for heads, shape in zip(model.kv_heads, model.kv_shapes, strict=True)
     ]
-    return sum(own for own, _ in sizes) / sum(whole for _, whole in sizes)
+    return sum(own for own, _ in sizes) / sum(whole for _, whole in sizes) if sizes else 1.0
 
 
 def _slot_settings(config: EngineConfig, device: torch.device) -> SlotSettings | None:

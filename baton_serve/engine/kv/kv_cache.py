@@ -193,7 +193,13 @@ class KVCache:
     @property
     def device_tensor(self) -> Tensor:
         """The cache's memory as bytes, uint8 [num_blocks, block_bytes]."""
-        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+        return self.tensor.flatten(1).view(torch.uint8)
+
+    @property
+    def has_whole_blocks(self) -> bool:
+        """Return whether this process sees whole blocks: not if it is one of several ranks and on another host than the
+        mirror."""
+        return self.host_view is not None or self._part == BlockPart()
 
     @property
     def whole_blocks(self) -> Tensor:
@@ -214,10 +220,14 @@ class KVCache:
     def read_part(self, blocks: Sequence[int], steps_after: int | None = None) -> memoryview:
         """Return a copy of this rank's part of some blocks, one after another. `steps_after` is as in `to_host`."""
         with self.order.copying(blocks, steps_after):
-            return self.device_tensor[torch.tensor(blocks, device=self.device)].cpu().numpy().data.cast("B")
+            chosen = self.device_tensor[torch.tensor(blocks, device=self.device)].cpu()
+            # A stage without attention has no part.
+            return chosen.numpy().data.cast("B") if chosen.numel() else memoryview(b"")
 
     def write_part(self, blocks: Sequence[int], data: memoryview) -> None:
         """Overwrite this rank's part of some blocks with bytes in the form of `read_part`."""
+        if not data:
+            return
         # A copy, because torch wants writable memory.
         parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), -1)
         self.device_tensor[torch.tensor(blocks, device=self.device)] = parts.to(self.device)
@@ -358,11 +368,13 @@ class PartCopies:
     def read(self, blocks: Sequence[int]) -> memoryview:
         """Return a copy of the part of some blocks, one after another."""
         index = torch.tensor(blocks)
-        packed = torch.cat([view[index].reshape(len(blocks), -1) for view in self._views], dim=1)
-        return packed.numpy().data.cast("B")
+        packed = torch.cat([view[index].flatten(1) for view in self._views], dim=1)
+        return packed.numpy().data.cast("B") if packed.numel() else memoryview(b"")
 
     def write(self, blocks: Sequence[int], data: memoryview) -> None:
         """Overwrite the part of some blocks."""
+        if not data:
+            return
         index, packed = torch.tensor(blocks), torch.frombuffer(bytearray(data), dtype=torch.uint8)
         columns = torch.split_with_sizes(packed.view(len(blocks), -1), self._sizes, dim=1)
         for view, part in zip(self._views, columns, strict=True):
@@ -385,7 +397,8 @@ def _own_shape(layout: KVLayout, own: Sequence[KVShape], *, is_flat: bool) -> tu
     that the layers of a block have different shapes; then it is one dimension."""
     if is_flat:
         return (sum(shape.num_elements(layout) for shape in own),)
-    shape = own[0]
+    # A stage without attention has no layer in a block.
+    shape = own[0] if own else layout.runs[0].shape
     return (
         len(own),
         shape.num_planes,

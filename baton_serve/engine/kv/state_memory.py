@@ -8,11 +8,12 @@ of the KV cache: it has block hashes, so that it is cached, checksummed, evicted
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.core.checkpoints import StateCopy
 from baton_serve.engine.kv.kv_cache import KVCache
 
@@ -21,6 +22,12 @@ StateKind = Literal["conv", "recurrent"]
 
 ALIGNMENT = 256
 """Alignment of each state in a row, in bytes, so that kernels can load whole vectors."""
+UNUSED_KV = KVShape(num_kv_heads=2, head_dim=64)
+"""The shape of one layer's part of a block, for models without attention."""
+UNUSED_KV_BYTES = UNUSED_KV.num_heads * UNUSED_KV.head_dim * 64 * 2
+"""Its size in bytes, for blocks of 64 tokens in 16 bits."""
+MAX_CHECKPOINT_BLOCKS = 64
+"""Number of such blocks of a checkpoint, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +62,43 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class StatePiece(NamedTuple):
     """Some bytes of a rank's row of states, and their place in a checkpoint."""
 
     start: int
-    count: int
+    size: int
     block: int
     """Number of the block among those of the checkpoint."""
     offset: int
 
-    def of(self, row: Tensor) -> Tensor:
-        return row.narrow(0, self.start, self.count)
 
-    def within(self, block: Tensor) -> Tensor:
-        return block.narrow(0, self.offset, self.count)
+class CheckpointPart:
+    """One rank's part of checkpoints, in the memory in which blocks are whole."""
+
+    def __init__(self, pieces: Sequence[StatePiece], blocks: Tensor) -> None:
+        """`blocks` is that memory, uint8 [num_blocks, block_bytes]."""
+        self._pieces, self._blocks = pieces, blocks
+        self._size = max((piece.start + piece.size for piece in pieces), default=0)
+
+    def read(self, blocks: Sequence[int]) -> Tensor:
+        """Return a copy of the rank's part of the checkpoint that these blocks hold, as its row of states: uint8
+        [bytes], without what follows the last state."""
+        row = torch.zeros(self._size, dtype=torch.uint8, device=self._blocks.device)
+        for start, size, block, offset in self._pieces:
+            row[start : start + size] = self._blocks[blocks[block], offset : offset + size]
+        return row
+
+    def write(self, blocks: Sequence[int], row: Tensor) -> None:
+        """Overwrite the rank's part of the checkpoint in these blocks by its row of states, uint8 [bytes]."""
+        for start, size, block, offset in self._pieces:
+            self._blocks[blocks[block], offset : offset + size] = row[start : start + size]
 
 
-def _pieces(parts: Sequence[StatePart], block_bytes: int) -> list[_Piece]:
+def pieces_of(parts: Sequence[StatePart], block_bytes: int, first: int) -> list[StatePiece]:
     """Return which bytes of a rank's row belong to which bytes of a checkpoint, in which the states of all ranks lie as
-    in the row of a single rank."""
-    found: list[_Piece] = []
-    own = whole = 0
+    in the row of a single rank. The states of the rank's pipeline stage begin there at byte `first`."""
+    found: list[StatePiece] = []
+    own, whole = 0, first
     for part in parts:
         size, start = prod(part.shape[1:]) * part.dtype.itemsize, own
         for chosen in part.ranges or (slice(0, part.shape[0]),):
@@ -85,7 +107,7 @@ def _pieces(parts: Sequence[StatePart], block_bytes: int) -> list[_Piece]:
                 # A range may go on in the next block.
                 block, offset = divmod(at, block_bytes)
                 count = min(end - at, block_bytes - offset)
-                found.append(_Piece(start, count, block, offset))
+                found.append(StatePiece(start, count, block, offset))
                 start, at = start + count, at + count
         own, whole = own + part.num_bytes, whole + part.whole_bytes
     return found
@@ -96,8 +118,19 @@ StateViews = Mapping[int, Mapping[tuple[StateKind, int], Tensor]]
 
 
 def row_bytes(parts: Sequence[StatePart]) -> int:
-    """Return how many bytes all these recurrent states need for one sequence, with the parts of all ranks."""
+    """Return how many bytes all these recurrent states need for one sequence, with the parts of all tensor-parallel
+    ranks."""
     return sum(part.whole_bytes for part in parts)
+
+
+def unused_kv_shapes(state_bytes: int) -> tuple[KVShape, ...]:
+    """Return the shapes of KV that no layer reads, for models whose layers keep recurrent states only, of `state_bytes`
+    bytes.
+
+    Their blocks have hashes too, by which checkpoints are found. They are large enough that a checkpoint has few of
+    them.
+    """
+    return (UNUSED_KV,) * -(-state_bytes // (MAX_CHECKPOINT_BLOCKS * UNUSED_KV_BYTES))
 
 
 class StateMemory:
@@ -107,23 +140,38 @@ class StateMemory:
     For a model without recurrent states it does nothing. All copies run on the device in the order of the calls.
     """
 
-    def __init__(self, parts: Sequence[StatePart], num_slots: int, blocks: Tensor, device: torch.device) -> None:
+    def __init__(
+        self,
+        parts: Sequence[StatePart],
+        num_slots: int,
+        blocks: Tensor,
+        device: torch.device,
+        *,
+        num_blocks: int | None = None,
+        pieces: Sequence[StatePiece] | None = None,
+    ) -> None:
         """Allocate the states of `num_slots` batch slots on `device`, filled with zeros. `blocks` is the KV cache as
-        bytes, uint8 [num_blocks, block_bytes], for checkpoints; with several ranks it is the memory with whole
-        blocks."""
+        bytes, uint8 [num_blocks, block_bytes], for checkpoints; with several ranks it is the memory with whole blocks.
+
+        `num_blocks` is the number of blocks of a checkpoint; None: as many as these states fill. `pieces` says which
+        part of a checkpoint this rank holds; None: it is the only rank.
+        """
         self._blocks = blocks
         block_bytes = blocks.shape[1]
         # Copies by index take as long for a byte as for a wide element.
         self._wide_blocks = blocks.view(torch.int64) if block_bytes % 8 == 0 else blocks
-        self.num_blocks = -(-row_bytes(parts) // block_bytes) if parts else 0
+        self.num_blocks = -(-row_bytes(parts) // block_bytes) if num_blocks is None else num_blocks
         """Blocks of one checkpoint. The end of the last one is unused."""
-        self._pieces = _pieces(parts, block_bytes) if any(part.ranges for part in parts) else None
+        self._part = None if pieces is None else CheckpointPart(pieces, blocks)
         # A row has whole blocks, so that a checkpoint is one copy.
-        size = self.num_blocks * block_bytes
-        if self._pieces is not None:
-            size = sum(part.num_bytes for part in parts)
+        size = self.num_blocks * block_bytes if pieces is None else sum(part.num_bytes for part in parts)
         self._rows = torch.zeros(num_slots, size, dtype=torch.uint8, device=device)
         self.views: StateViews = self._make_views(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the size of the states of all batch slots on this rank, in bytes."""
+        return self._rows.nbytes
 
     def execute(self, copies: Iterable[StateCopy]) -> None:
         """Execute the operations that `StateCheckpoints` has planned, in their order."""
@@ -151,33 +199,44 @@ class StateMemory:
     def save(self, slot: int, blocks: Sequence[int]) -> None:
         """Copy the recurrent states in a batch slot to these KV blocks, as a checkpoint. A rank with a part of the
         states writes that part alone."""
-        index, row = self._index(blocks), self._rows[slot].to(self._blocks.device)
-        if self._pieces is None:
-            self._wide_blocks[index] = self._wide(row)
-            return
-        for piece in self._pieces:
-            piece.within(self._blocks[blocks[piece.block]]).copy_(piece.of(row))
+        self._check(blocks)
+        row = self._rows[slot].to(self._blocks.device)
+        if self._part is None:
+            self._wide_blocks[self._index(blocks)] = self._wide(row)
+        else:
+            self._part.write(blocks, row)
 
     def restore(self, slot: int, blocks: Sequence[int]) -> None:
         """Copy a checkpoint, or this rank's part of it, which these KV blocks hold, to the recurrent states in a batch
         slot."""
-        index, row = self._index(blocks), self._rows[slot]
-        if self._pieces is None:
-            self._wide(row).copy_(self._wide_blocks[index])
-            return
-        # One copy to the device, not one for each piece.
-        own = torch.empty_like(row, device=self._blocks.device)
-        for piece in self._pieces:
-            piece.of(own).copy_(piece.within(self._blocks[blocks[piece.block]]))
-        row.copy_(own)
+        self._check(blocks)
+        if self._part is None:
+            self._wide(self._rows[slot]).copy_(self._wide_blocks[self._index(blocks)])
+        else:
+            # One copy to the device, not one for each piece.
+            self._write_row(slot, self._part.read(blocks))
+
+    def read(self, slot: int) -> memoryview:
+        """Return a copy of the recurrent states in a batch slot, for a checkpoint in the memory of another host."""
+        return self._rows[slot].cpu().numpy().data.cast("B") if self._rows.shape[1] else memoryview(b"")
+
+    def write(self, slot: int, data: memoryview) -> None:
+        """Overwrite the recurrent states in a batch slot with bytes in the form of `read`."""
+        if data:
+            self._write_row(slot, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
     def copy(self, source: int, target: int) -> None:
         """Copy the recurrent states in batch slot `source` to slot `target`, for another sequence of the same request
         that has the same tokens so far."""
         self._rows[target].copy_(self._rows[source])
 
-    def _index(self, blocks: Sequence[int]) -> Tensor:
+    def _write_row(self, slot: int, row: Tensor) -> None:
+        self._rows[slot, : len(row)].copy_(row)
+
+    def _check(self, blocks: Sequence[int]) -> None:
         assert len(blocks) == self.num_blocks, "a checkpoint needs all of its blocks"
+
+    def _index(self, blocks: Sequence[int]) -> Tensor:
         # The host must not wait for the step before, so that it can launch the next one.
         return torch.tensor(blocks).to(self._blocks.device, non_blocking=True)
 
@@ -196,9 +255,18 @@ class StateMemory:
         return views
 
 
-def make_states(parts: Sequence[StatePart], num_slots: int, cache: KVCache) -> StateMemory:
+NO_BLOCKS = torch.empty((0, 1), dtype=torch.uint8)
+"""Stands for the memory with whole blocks where there is none, or no checkpoints."""
+
+
+def make_states(parts: Sequence[StatePart], num_slots: int, cache: KVCache, first: int | None) -> StateMemory:
     """Allocate the recurrent states of `num_slots` batch slots on the device of `cache`, which holds their checkpoints:
-    with several ranks in the host memory where blocks are whole."""
+    with several ranks in the host memory where blocks are whole. `first` is the byte of a checkpoint at which the
+    states of this rank's pipeline stage begin; None: this is the only rank."""
+    layout = cache.layout
     # The part of a block that one of several ranks has is not contiguous, and other models do not need it as bytes.
-    blocks = cache.whole_blocks if parts else torch.empty((0, 1), dtype=torch.uint8)
-    return StateMemory(parts, num_slots, blocks, cache.device)
+    blocks = cache.whole_blocks if layout.state_bytes and cache.has_whole_blocks else NO_BLOCKS
+    if first is None:
+        return StateMemory(parts, num_slots, blocks, cache.device, num_blocks=layout.state_blocks)
+    pieces = pieces_of(parts, layout.block_bytes, first)
+    return StateMemory(parts, num_slots, blocks, cache.device, num_blocks=layout.state_blocks, pieces=pieces)

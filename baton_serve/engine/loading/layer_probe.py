@@ -15,7 +15,7 @@ from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.kv.state_memory import StatePart, row_bytes
+from baton_serve.engine.kv.state_memory import UNUSED_KV, StatePart, row_bytes, unused_kv_shapes
 from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
 from baton_serve.engine.model.loaded_model import SharedLayer
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
@@ -37,13 +37,6 @@ PLAIN_LAYERS = frozenset({"mlp", "moe"})
 
 SUPPORTED_LAYERS = ATTENTION_LAYERS | STATE_LAYERS | MIXED_LAYERS | PLAIN_LAYERS
 
-
-UNUSED_KV = KVShape(num_kv_heads=2, head_dim=64)
-"""The shape of one layer's part of a block, for models without attention."""
-UNUSED_KV_BYTES = UNUSED_KV.num_heads * UNUSED_KV.head_dim * 64 * 2
-"""Its size in bytes, for blocks of 64 tokens in 16 bits."""
-MAX_CHECKPOINT_BLOCKS = 64
-"""Number of such blocks of a checkpoint, at most."""
 NUM_TOKENS = 8
 """Tokens of the probe: enough to check that mixers continue from their states in chunks."""
 
@@ -117,7 +110,8 @@ def probe_layers(
     _check_states(name, types, parts)
     attending = tuple(i for i, kind in types.items() if kind in ATTENTION_LAYERS | MIXED_LAYERS)
     if not attending:
-        return _without_attention(parts)
+        # Other stages may have attention, so that only all of them together know the shape of a block.
+        return _without_attention(parts) if stage.is_whole else ProbedLayers((), [], (), (), parts)
     shapes = _layer_shapes(attention, name, attending)
     _check_window(name, text_config, types, list(shapes.values()))
     own = {layer: shape for layer, shape in shapes.items() if shape.source is None}
@@ -207,16 +201,13 @@ def _check_window(name: str, text_config: HfConfig, types: Mapping[int, str], sh
 
 
 def _without_attention(states: tuple[StatePart, ...]) -> ProbedLayers:
-    """Return the description of a model whose layers keep recurrent states only, with the states `states`.
-
-    Its blocks have hashes too, by which checkpoints are found, so they get the shape of KV that no layer reads. They
-    are large enough that a checkpoint has few of them.
-    """
-    num_layers = -(-row_bytes(states) // (MAX_CHECKPOINT_BLOCKS * UNUSED_KV_BYTES))
+    """Return the description of a model whose layers keep recurrent states only, with the states `states`. Its blocks
+    have KV that no layer reads."""
+    shapes = unused_kv_shapes(row_bytes(states))
     return ProbedLayers(
-        kv_shapes=(UNUSED_KV,) * num_layers,
-        specs=[AttentionSpec(UNUSED_KV.head_dim**-0.5)] * num_layers,
-        kv_layers=tuple(range(num_layers)),
+        kv_shapes=shapes,
+        specs=[AttentionSpec(UNUSED_KV.head_dim**-0.5)] * len(shapes),
+        kv_layers=tuple(range(len(shapes))),
         shared_layers=(),
         states=states,
     )

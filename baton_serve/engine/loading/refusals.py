@@ -111,13 +111,12 @@ def refuse_ranks(name: str, text_config: HfConfig, shard: Shard) -> None:
 
 def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
     """Raise `UnsupportedModelError` if pipeline parallelism is on (`stage` is not the whole model) and this model
-    cannot be divided into stages: for example, if it has recurrent states, or layers that read the KV of other
-    layers."""
+    cannot be divided into stages: for example, if it has layers that read the KV of other layers."""
     if stage.is_whole:
         return
     types = set(getattr(text_config, "layer_types", None) or ())
     reasons = {
-        "have recurrent states": bool(types & {"linear_attention", "conv", "hybrid"}),
+        "share weights, and read the embedding too": text_config.model_type in ("zamba", "zamba2"),
         # Their layers read values that the whole model prepares: chunks of the batch, or the tokens of an indexer.
         "attend in chunks or through an indexer": bool(types & {"chunked_attention", "indexed_attention"}),
         "attend to the output of an encoder": cross_port(text_config) is not None,

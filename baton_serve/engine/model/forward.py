@@ -197,7 +197,7 @@ class TransformersForward:
             layers,
             self._places,
             inputs.meta,
-            self._chunked(inputs, layers[0].shape[3]),
+            self._chunked(inputs, layers),
             inputs.position_ids,
             inputs.after_layer,
             _mixers(inputs),
@@ -210,11 +210,11 @@ class TransformersForward:
         """
         return logits if self._is_head_whole else self._collectives.gather_columns(logits)
 
-    def _chunked(self, inputs: StepInputs, block_tokens: int) -> AttentionMetadata:
+    def _chunked(self, inputs: StepInputs, layers: list[Tensor]) -> AttentionMetadata:
         """Return the attention metadata for layers with chunked attention; for models without such layers, the step's
         own metadata.
         """
-        return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, block_tokens)
+        return inputs.meta if self._chunk is None else chunked_batch(inputs, self._chunk, layers[0].shape[3])
 
 
 def _has_device_work_only(model: LoadedModel) -> bool:

@@ -79,7 +79,8 @@ class FusedForward:
         first = 0 if model.stage.is_whole else model.stage.layers.start
         self._kv_number = {layer - first: number for number, layer in enumerate(model.attending_layers)}
         self._specs = model.specs
-        self._head_dim, self._num_kv_heads = model.head_dim, model.num_kv_heads
+        # A stage of a pipeline may have no attention.
+        self._head_dim, self._num_kv_heads = (model.head_dim, model.num_kv_heads) if model.kv_shapes else (0, 0)
         self._backend, self._kernels, self._collectives = backend, kernels, collectives
         self._is_alone, self._num_ranks = model.is_whole, model.parts.shard.size
         has_part = not model.is_whole and self._head is not None

@@ -1,17 +1,18 @@
 """A loaded model as the rest of the engine sees it. This module does not import transformers, which takes seconds."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, cast
 
+import msgspec
 import torch
 from torch import nn
 
 from baton_serve.contracts.layout import KVShape
 from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.kv.state_memory import StatePart
+from baton_serve.engine.kv.state_memory import StatePart, row_bytes, unused_kv_shapes
 from baton_serve.engine.model.attention_parts import HeadRange
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 from baton_serve.engine.model.weight_offload import WeightOffload
@@ -28,6 +29,15 @@ class SharedLayer:
     source: int
     """The layer whose KV it reads. Both are the model's own numbers."""
     spec: AttentionSpec
+
+
+class StageCache(msgspec.Struct, frozen=True, array_like=True):
+    """Describes what the layers of one pipeline stage keep of a sequence, on all of its tensor-parallel ranks."""
+
+    kv_shapes: tuple[KVShape, ...] = ()
+    """The shape of the KV of each layer that has KV."""
+    state_bytes: int = 0
+    """Size of the recurrent states in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,9 @@ class LoadedModel:
     """True if the positions of image tokens have three parts (M-RoPE)."""
     offload: WeightOffload | None = None
     """The decoder layers whose weights are in host memory; None: all weights are on the device."""
-    stage_shapes: tuple[tuple[KVShape, ...], ...] = ()
-    """The `kv_shapes` of each stage. It is known when all stages are loaded, and empty for the only stage."""
+    stages: tuple[StageCache, ...] = ()
+    """What the layers of each pipeline stage keep. It is known when all stages are loaded, and empty for the only
+    stage."""
 
     @property
     def stage(self) -> Stage:
@@ -84,11 +95,41 @@ class LoadedModel:
         return int((stated if get_text_config is None else get_text_config()).hidden_size)
 
     @property
-    def block_shapes(self) -> tuple[KVShape, ...]:
-        """Return the KV shape of each layer in a KV block, over all pipeline stages. The numbers of heads are those of
-        this rank.
+    def cached(self) -> StageCache:
+        """Return what the loaded layers keep of a sequence, with the heads and states of all tensor-parallel ranks."""
+        pairs = zip(self.kv_heads, self.kv_shapes, strict=True)
+        shapes = tuple(KVShape(heads.total, shape.head_dim, shape.num_planes) for heads, shape in pairs)
+        return StageCache(shapes, row_bytes(self.states))
+
+    def joined(self, stages: tuple[StageCache, ...]) -> "LoadedModel":
+        """Return this model with what the layers of all pipeline stages keep, in the order of the stages; () without a
+        pipeline.
+
+        If no layer of any stage has attention, the first stage gets KV that no layer reads.
         """
-        return tuple(shape for shapes in self.stage_shapes for shape in shapes) or self.kv_shapes
+        if not stages or any(stage.kv_shapes for stage in stages):
+            return replace(self, stages=stages)
+        shapes = unused_kv_shapes(sum(stage.state_bytes for stage in stages))
+        every = (StageCache(shapes, stages[0].state_bytes), *stages[1:])
+        if not self.stage.is_first:
+            return replace(self, stages=every)
+        specs = [AttentionSpec(shape.head_dim**-0.5) for shape in shapes]
+        return replace(self, stages=every, kv_shapes=shapes, specs=specs, kv_layers=tuple(range(len(shapes))))
+
+    @property
+    def block_shapes(self) -> tuple[KVShape, ...]:
+        """Return the KV shape of each layer in a KV block, over all pipeline stages and with the heads of all ranks."""
+        return tuple(shape for stage in self.stages for shape in stage.kv_shapes) or self.cached.kv_shapes
+
+    @property
+    def state_bytes(self) -> int:
+        """Return the size of the recurrent states of one sequence in bytes, over all ranks."""
+        return sum(stage.state_bytes for stage in self.stages or (self.cached,))
+
+    @property
+    def first_state(self) -> int:
+        """Return the byte of a checkpoint at which the recurrent states of this pipeline stage begin."""
+        return sum(stage.state_bytes for stage in self.stages[: self.stage.number])
 
     @property
     def block_layers(self) -> slice | None:
@@ -98,9 +139,9 @@ class LoadedModel:
     @property
     def stage_layers(self) -> list[slice | None]:
         """Return the range of a KV block's layers that each pipeline stage holds; [None] without a pipeline."""
-        if not self.stage_shapes:
+        if not self.stages:
             return [None]
-        ends = list(accumulate(map(len, self.stage_shapes), initial=0))
+        ends = list(accumulate((len(stage.kv_shapes) for stage in self.stages), initial=0))
         return [slice(start, end) for start, end in pairwise(ends)]
 
     @property

@@ -6,6 +6,7 @@ numbers of the others as transformers' models expect them.
 """
 
 import copy
+import inspect
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol, cast
 
@@ -38,18 +39,31 @@ class SkippedLayer(nn.Module):
         """
         super().__init__()
         self._is_after = is_after
-        # Models read plain attributes of their layers, such as the type of their attention.
-        for name, value in vars(replaced).items():
-            if isinstance(value, (str, int, float)) and not name.startswith("_") and name != "training":
-                setattr(self, name, value)
+        # Models unpack the results of such layers.
+        result = inspect.signature(type(replaced).forward).return_annotation
+        self._returns_tuple = "tuple" in str(result).partition("[")[0].lower()
+        _copy_plain(replaced, self)
 
-    def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor | tuple[Tensor, None], *_: object, **__: object
+    ) -> Tensor | tuple[Tensor, None]:
         """Return the input unchanged. Behind this stage's last layer, raise `StageEndError` with the input instead."""
+        # Annotations of transformers may be wrong: then a model passes on the result of another such layer.
+        hidden = hidden_states[0] if isinstance(hidden_states, tuple) else hidden_states
         # It is an exception instead of a result, because the model would go on with its last norm, which only the last
         # stage may apply.
         if self._is_after:
-            raise StageEndError(hidden_states)
-        return hidden_states
+            raise StageEndError(hidden)
+        return (hidden, None) if self._returns_tuple else hidden
+
+
+def _copy_plain(source: nn.Module, target: nn.Module) -> None:
+    """Copy the plain attributes of a module, such as the type of a layer's attention, which models read, to the module
+    that stands in its place.
+    """
+    for name, value in vars(source).items():
+        if isinstance(value, (str, int, float)) and not name.startswith("_") and name != "training":
+            setattr(target, name, value)
 
 
 class SkippedEmbedding(nn.Module):
@@ -79,9 +93,11 @@ class LastHidden(nn.Module):
     rows that the last pipeline stage has sent.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replaced: nn.Module) -> None:
         super().__init__()
         self.hidden = torch.empty(0)
+        # The head of Falcon-H1 reads a factor there.
+        _copy_plain(replaced, self)
 
     @property
     def decoder(self) -> "LastHidden":
@@ -249,7 +265,7 @@ class StagedModule:
         # The copy shares all weights. Its dictionary of modules is its own, so that the original keeps its layers.
         self._head: Any = copy.copy(module)
         self._head._modules = dict(module._modules)
-        self._last = LastHidden()
+        self._last = LastHidden(self._base)
         self._head._modules[name] = self._last
 
     def run(

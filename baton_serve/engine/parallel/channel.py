@@ -19,8 +19,9 @@ T = TypeVar("T")
 
 LENGTH = struct.Struct("<I")
 """Four bytes, little endian."""
-MAX_FRAME_BYTES = 256 << 20
-"""Largest frame in bytes. A larger length means that the stream is broken."""
+MAX_FRAME_BYTES = 1 << 30
+"""Largest frame in bytes: the recurrent states of a sequence are up to 300 MB. A larger length means that the stream is
+broken."""
 
 
 class ChannelError(EngineError):

@@ -12,11 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.execution.decode_graphs import CONTEXTS, DecodeArrays
+from baton_serve.engine.kv.state_memory import StatePiece
 from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows, StepArrays, WindowArrays
+from baton_serve.engine.model.loaded_model import StageCache
 
 
 class LoadRank(msgspec.Struct, frozen=True, tag=True):
@@ -45,17 +46,19 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
     """
 
     store: str
-    stage_shapes: tuple[tuple[KVShape, ...], ...]
-    """By stage: the shape of the KV of each of its layers; () for one stage."""
+    stages: tuple[StageCache, ...]
+    """What the layers of each stage keep of a sequence; () for one stage."""
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
-    """Command to a rank: create a KV cache of `num_blocks` blocks, in place of an earlier one. Rank 0 then sends the
-    file descriptor of the host memory that all ranks of its host share for KV blocks. The rank answers when the cache
-    exists; one on another host answers with `PartBuilt`.
+    """Command to a rank: create a KV cache of `num_blocks` blocks, in place of an earlier one, and the recurrent states
+    of `num_slots` batch slots. Rank 0 then sends the file descriptor of the host memory that all ranks of its host
+    share for KV blocks. The rank answers when the cache exists; one on another host answers with `PartBuilt`.
     """
 
     num_blocks: int
+    num_slots: int
+    """The number of rank 0, since ranks with other amounts of free memory would choose other ones."""
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
@@ -201,13 +204,15 @@ class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
 
 class ChangeStates(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: execute an operation on recurrent states; the fields are those of `StateCopy`. The rank
-    answers when it has saved or restored its part of a checkpoint.
+    answers when it has saved or restored its part of a checkpoint. A rank on another host restores it from `data`, and
+    answers with `StateBytes` when it saves.
     """
 
     kind: Literal["clear", "save", "restore", "copy"]
     slot: int
     blocks: tuple[int, ...]
     source: int
+    data: memoryview | None = None
 
 
 class ToHost(msgspec.Struct, frozen=True, tag=True):
@@ -260,11 +265,11 @@ class CommandDone(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Answer of a rank to `LoadRank`: the shape of the KV of each layer that the rank holds, and the fingerprint of the
-    weights that it has read.
+    """Answer of a rank to `LoadRank`: what the layers of its stage keep, and the fingerprint of the weights that it has
+    read.
     """
 
-    kv_shapes: tuple[KVShape, ...]
+    cached: StageCache
     fingerprint: str
 
 
@@ -275,12 +280,21 @@ class PartBuilt(msgspec.Struct, frozen=True, tag=True):
 
     layers: tuple[int, int] | None
     heads: tuple[tuple[int, int], ...] | None
+    states: list[StatePiece]
+    """Its part of checkpoints of recurrent states."""
 
 
 class PartBytes(msgspec.Struct, frozen=True, tag=True):
     """Answer of a rank on another host to `ToHost`: its part of these blocks, one after another."""
 
     blocks: list[int]
+    data: memoryview
+
+
+class StateBytes(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank on another host to `ChangeStates` that saves a checkpoint to these blocks: its row of states."""
+
+    blocks: tuple[int, ...]
     data: memoryview
 
 
@@ -291,7 +305,7 @@ class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-CommandAnswer = CommandDone | RankLoaded | PartBuilt | PartBytes | CommandFailed
+CommandAnswer = CommandDone | RankLoaded | PartBuilt | PartBytes | StateBytes | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:

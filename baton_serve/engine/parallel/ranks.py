@@ -15,15 +15,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+import numpy as np
 import torch
 
 from baton_serve.child_command import module_command
-from baton_serve.contracts.layout import KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.collectives.links import StageLinks
@@ -32,13 +32,15 @@ from baton_serve.engine.collectives.world import RankPlace, World, place_of
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, PartCopies
+from baton_serve.engine.kv.state_memory import CheckpointPart
 from baton_serve.engine.loading.loader_choice import count_layers
-from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.loaded_model import LoadedModel, StageCache
 from baton_serve.engine.model.lora.checkpoint import Adapter
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,
     CaptureGraphs,
+    ChangeStates,
     Command,
     CommandAnswer,
     CommandDone,
@@ -53,6 +55,7 @@ from baton_serve.engine.parallel.commands import (
     PartBytes,
     RankLoaded,
     ReportMemory,
+    StateBytes,
 )
 
 logger = logging.getLogger(__name__)
@@ -133,6 +136,8 @@ class Ranks:
         self._ranks: list[_Rank] = []
         self._copies: dict[int, PartCopies] = {}
         """By rank on another host: access to its part of the blocks in this host's memory."""
+        self._checkpoints: dict[int, CheckpointPart] = {}
+        """By rank on another host: access to its part of checkpoints of recurrent states in this host's memory."""
         self._unanswered = 0
         self._on_lost = on_lost or _ignore_lost_rank
         self._folder: Path | None = None
@@ -186,8 +191,7 @@ class Ranks:
 
     def join_group(self, device: torch.device, model: LoadedModel) -> LoadedModel:
         """Wait until all ranks have loaded their parts, and connect the ranks. Call it when rank 0 has loaded its part,
-        `model`. Return `model` with the KV shapes of all pipeline stages. Raises the error of a rank that failed to
-        load.
+        `model`. Return `model` with what all pipeline stages keep. Raises the error of a rank that failed to load.
         """
         if not self._ranks:
             return model
@@ -195,15 +199,15 @@ class Ranks:
         for rank, answer in zip(self._ranks, loaded, strict=True):
             if rank.process is None and isinstance(answer, RankLoaded) and answer.fingerprint != model.fingerprint:
                 raise ModelError(f"{self._name(rank)} has other weights of {model.name}: give every host equal files")
-        shapes: tuple[tuple[KVShape, ...], ...] = ()
+        stages: tuple[StageCache, ...] = ()
         if self.place.num_stages > 1:
-            every = [model.kv_shapes, *(answer.kv_shapes for answer in loaded if isinstance(answer, RankLoaded))]
-            # The ranks of a stage have equal shapes, so the first one stands for all.
-            shapes = tuple(every[:: self.place.shard.size])
-        world = self._form(shapes, device)
+            every = [model.cached, *(answer.cached for answer in loaded if isinstance(answer, RankLoaded))]
+            # The ranks of a stage have equal ones, so the first one stands for all.
+            stages = tuple(every[:: self.place.shard.size])
+        world = self._form(stages, device)
         self.links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=device))
         self._end_forming(device)
-        return replace(model, stage_shapes=shapes)
+        return model.joined(stages)
 
     def join_pooling_group(self, device: torch.device) -> None:
         """Wait until all ranks have loaded their parts of a pooling model, and connect the ranks. Raises the error of a
@@ -222,7 +226,7 @@ class Ranks:
         if devices.is_host(device):
             self._remove_folder()
 
-    def _form(self, shapes: tuple[tuple[KVShape, ...], ...], device: torch.device) -> World:
+    def _form(self, stages: tuple[StageCache, ...], device: torch.device) -> World:
         """Form the process groups of all ranks, which find each other by a new store, and return them."""
         # Send first: forming the groups waits until every rank has joined.
         if self._remote is not None:
@@ -231,12 +235,12 @@ class Ranks:
             family = socket.AF_INET6 if ":" in address else socket.AF_INET
             with socket.create_server((address, 0), family=family) as listener:
                 store = f"tcp://{address}:{listener.getsockname()[1]}"
-                self.send_command(JoinGroup(store, shapes))
+                self.send_command(JoinGroup(store, stages))
                 self._world = World(store, self.place, device, listener)
         else:
             self._folder = Path(tempfile.mkdtemp(prefix="baton-ranks-"))
             store = str(self._folder / "store")
-            self.send_command(JoinGroup(store, shapes))
+            self.send_command(JoinGroup(store, stages))
             self._world = World(store, self.place, device)
         self.group = self._world.collectives(maps_memory=self._maps_memory)
         return self._world
@@ -272,14 +276,16 @@ class Ranks:
         """Send a command to all other ranks without waiting. Call `wait` later: it reads the answers. Raises
         `ChannelError` if a rank does not accept the command.
         """
-        if isinstance(command, FromHost):
-            for rank in self._ranks:
-                # A rank on another host cannot read the memory itself.
-                copies = self._copies.get(rank.number)
-                data = None if copies is None else copies.read(command.blocks)
-                self._send([rank], msgspec.structs.replace(command, data=data))
-        else:
-            self._send(self._ranks, command)
+        local = [rank for rank in self._ranks if rank.process is not None]
+        self._send(local, command)
+        for rank in self._ranks[len(local) :]:
+            # A rank on another host cannot read the memory itself.
+            data: memoryview | None = None
+            if isinstance(command, FromHost):
+                data = self._copies[rank.number].read(command.blocks)
+            elif isinstance(command, ChangeStates) and command.kind == "restore":
+                data = self._checkpoints[rank.number].read(command.blocks).numpy().data
+            self._send([rank], command if data is None else msgspec.structs.replace(command, data=data))
         self._unanswered += 1
 
     def wait(self) -> None:
@@ -291,20 +297,26 @@ class Ranks:
             for rank, answer in zip(self._ranks, self._collect(ANSWER_TIMEOUT_S), strict=True):
                 if isinstance(answer, PartBytes):
                     self._copies[rank.number].write(answer.blocks, answer.data)
+                elif isinstance(answer, StateBytes):
+                    row = torch.from_numpy(np.frombuffer(bytearray(answer.data), dtype=np.uint8))
+                    self._checkpoints[rank.number].write(answer.blocks, row)
 
-    def build(self, cache: KVCache) -> None:
+    def build(self, cache: KVCache, num_slots: int) -> None:
         """Make the other ranks create KV caches like `cache`, whose host memory holds all ranks' blocks, or copies of
-        them. The caller keeps `cache` open as long as ranks copy blocks.
+        them, and the recurrent states of `num_slots` batch slots. The caller keeps `cache` open as long as ranks copy
+        blocks.
         """
-        self.send_command(BuildCache(cache.num_blocks))
+        self.send_command(BuildCache(cache.num_blocks, num_slots))
         for rank in self._ranks:
             if rank.process is not None:
                 assert cache.shared_fd is not None  # there are several ranks
                 rank.channel.send_descriptor(cache.shared_fd)
         answers = zip(self._ranks, self._collect(ANSWER_TIMEOUT_S), strict=True)
-        self._copies = {
-            rank.number: cache.copies_of(_part(answer)) for rank, answer in answers if isinstance(answer, PartBuilt)
-        }
+        built = {rank.number: answer for rank, answer in answers if isinstance(answer, PartBuilt)}
+        self._copies = {number: cache.copies_of(_part(answer)) for number, answer in built.items()}
+        if built:
+            whole = cache.whole_blocks
+            self._checkpoints = {number: CheckpointPart(answer.states, whole) for number, answer in built.items()}
 
     def available_bytes(self, own: int, measure: MeasureMemory) -> list[int]:
         """Return the bytes that each rank has for its part of the KV cache, rank 0 first. `own` is the number of rank

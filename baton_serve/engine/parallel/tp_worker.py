@@ -29,7 +29,7 @@ from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
-from baton_serve.engine.kv.state_memory import make_states
+from baton_serve.engine.kv.state_memory import StatePiece, make_states, pieces_of
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.staged import StagedForward
@@ -57,6 +57,7 @@ from baton_serve.engine.parallel.commands import (
     Replay,
     ReportMemory,
     SetSampledTokens,
+    StateBytes,
     StoreLastTokens,
     ToHost,
     decode_arrays,
@@ -117,7 +118,7 @@ class TPWorker:
         """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
         `ChannelError`.
         """
-        self._channel.send(self._channel.encode(RankLoaded(self._model.kv_shapes, self._model.fingerprint)))
+        self._channel.send(self._channel.encode(RankLoaded(self._model.cached, self._model.fingerprint)))
         while True:
             self.do(self._channel.receive(None))
 
@@ -140,20 +141,28 @@ class TPWorker:
                 self._executor.store_last_tokens(self._receive_tokens(len(slots)), slots)
             case CopyBlocks():
                 self._blocks.copy_blocks(command.sources, command.targets)
-            case ToHost() | FromHost() | ChangeStates():
+            case ToHost() | FromHost():
                 self._copy(command)
+            case ChangeStates():
+                self._change_states(command)
             case _:
                 self._prepare(command)
 
-    def _copy(self, command: ToHost | FromHost | ChangeStates) -> None:
-        """Copy blocks to or from the mirror, or on another host to or from messages, and answer. Recurrent states are
-        copied to and from checkpoints, or changed without an answer.
-        """
-        if isinstance(command, ChangeStates):
-            self._states.change(command.kind, command.slot, command.blocks, command.source)
-            if command.blocks:
-                self._answer(0)
+    def _change_states(self, command: ChangeStates) -> None:
+        """Copy recurrent states to or from a checkpoint and answer, or change them without an answer."""
+        if command.data is not None:
+            self._states.write(command.slot, command.data)
+        elif self._is_remote and command.kind == "save":
+            saved = StateBytes(command.blocks, self._states.read(command.slot))
+            self._channel.send(self._channel.encode(saved))
             return
+        else:
+            self._states.change(command.kind, command.slot, command.blocks, command.source)
+        if command.blocks:
+            self._answer(0)
+
+    def _copy(self, command: ToHost | FromHost) -> None:
+        """Copy blocks to or from the mirror, or on another host to or from messages, and answer."""
         if isinstance(command, ToHost) and self._is_remote:
             part = PartBytes(command.blocks, self._blocks.read_part(command.blocks, command.steps_after))
             self._channel.send(self._channel.encode(part))
@@ -200,7 +209,7 @@ class TPWorker:
         self._group = world.collectives(maps_memory=not config.disable_custom_all_reduce and config.nnodes == 1)
         links = world.links(torch.empty((0, model.hidden_size), dtype=model.dtype, device=self._device))
         self._answer(0)  # answer first: rank 0 builds its setup at the same time
-        self._model = replace(model, stage_shapes=command.stage_shapes)
+        self._model = model.joined(command.stages)
         self._setup = EngineSetup(self._config, self._model, self._device, self._group, links)
 
     @torch.inference_mode()
@@ -224,6 +233,7 @@ class TPWorker:
             self._cache.close()
         place: KVMemoryKind | None = "device" if self._is_remote else "mirrored"
         setup = self._setup
+        limits = replace(setup.limits, max_num_seqs=command.num_slots)
         self._cache = KVCache(
             setup.layout,
             command.num_blocks,
@@ -233,17 +243,18 @@ class TPWorker:
             place=place if self._config.nnodes > 1 else None,
         )
         self._memory_before = devices.reset_peak(self._device)
-        self._states = make_states(setup.states, setup.limits.max_num_seqs, self._cache)
+        self._states = make_states(setup.states, command.num_slots, self._cache, setup.first_state)
         self._executor = LocalExecutor(
             setup.forward,
             self._cache,
-            setup.limits,
+            limits,
             self._states.views,
             setup.kernels.argmax,
             no_images=setup.no_images,
         )
         if self._is_remote:
-            self._channel.send(self._channel.encode(_built(setup.part)))
+            pieces = pieces_of(setup.states, setup.layout.block_bytes, setup.first_state or 0)
+            self._channel.send(self._channel.encode(_built(setup.part, pieces)))
         else:
             self._answer(0)
 
@@ -303,11 +314,12 @@ def connect(store: str, config: EngineConfig, rank: int, device: torch.device) -
     return world.collectives(maps_memory=not config.disable_custom_all_reduce)
 
 
-def _built(part: BlockPart | None) -> PartBuilt:
-    """Return the answer that describes this rank's part of every block."""
+def _built(part: BlockPart | None, states: list[StatePiece]) -> PartBuilt:
+    """Return the answer that describes this rank's part of every block and checkpoint."""
     assert part is not None  # there are several ranks
     layers = None if part.layers is None else (part.layers.start, part.layers.stop)
-    return PartBuilt(layers, None if part.heads is None else tuple((one.start, one.stop) for one in part.heads))
+    heads = None if part.heads is None else tuple((one.start, one.stop) for one in part.heads)
+    return PartBuilt(layers, heads, states)
 
 
 def failure(error: EngineError) -> CommandFailed:

@@ -9,6 +9,7 @@ import sys
 import torch
 
 from baton_serve.engine import device as devices
+from baton_serve.engine.model.loaded_model import StageCache
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
@@ -47,7 +48,7 @@ class PoolingWorker:
         """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
         `ChannelError`.
         """
-        self._channel.send(self._channel.encode(RankLoaded((), self._model.fingerprint)))
+        self._channel.send(self._channel.encode(RankLoaded(StageCache(), self._model.fingerprint)))
         while True:
             match command := self._channel.receive(None):
                 case ComputeVectors():

@@ -77,7 +77,7 @@ class KVCacheBuilder:
 
     def make_states(self, cache: KVCache) -> StateMemory:
         """Allocate the recurrent states of all batch slots. `cache` holds their checkpoints."""
-        return make_states(self._states, self._limits.max_num_seqs, cache)
+        return make_states(self._states, self._limits.max_num_seqs, cache, self._setup.first_state)
 
     def make(self, num_blocks: int) -> KVCache:
         """Allocate the KV cache with this number of blocks, on all ranks. If it is in host memory, or has a mirror
@@ -85,7 +85,7 @@ class KVCacheBuilder:
         # Ranks on several hosts have no common memory, so each has its part for itself, and rank 0 the mirror.
         place: KVMemoryKind | None = "mirrored" if self._config.nnodes > 1 else None
         cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part, place=place)
-        self._ranks.build(cache)
+        self._ranks.build(cache, self._limits.max_num_seqs)
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:
@@ -109,7 +109,8 @@ class KVCacheBuilder:
         block."""
         size, shares = self._ranks.place.shard.size, self._setup.stage_shares()
         # All ranks have the same number of blocks, so the one with the least room for its part decides.
-        least = min(num_bytes / shares[rank // size] for rank, num_bytes in enumerate(available))
+        every = ((num_bytes, shares[rank // size]) for rank, num_bytes in enumerate(available))
+        least = min(num_bytes / share for num_bytes, share in every if share)
         return int(least / self._setup.block_share)
 
     def _bytes_in_flight(self, num_tokens: int) -> int:

@@ -143,12 +143,15 @@ class StepLoop:
         nothing to compute now."""
         now, is_first = time.monotonic(), not self._in_stages
         plan = self._planner.plan(now) if is_first else self._planner.plan_ahead(now)
+        self._memory.copy_states(self._table)
         if plan is None or not plan.chunks:
             return False
         self.last_batch = plan.size()
         # The tokens of the steps before are not known, on which grammars depend: `choose` comes after them.
         launched = InFlightStep(plan, self._runner.start(plan, ahead=True), now if is_first else None)
         launched.advanced = self._scheduler.advance(plan)
+        # Before the next step: it may compute the next chunk of the same prompt, which changes the states.
+        self._memory.copy_states(self._table)
         self._in_stages.append(launched)
         return True
 
