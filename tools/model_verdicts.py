@@ -38,6 +38,12 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     attention: str = ""
     window: str = ""
     """The verdict of the config with a window, of families whose default config switches it off; else empty."""
+    ranks: str = ""
+    """The verdict on two tensor-parallel ranks, of families that are equal on one."""
+    stages: str = ""
+    """The verdict on two pipeline stages, of families that are equal on one."""
+    why_divided: str = ""
+    """Explains both, unless they are `equal`."""
 
 
 class Verdicts(msgspec.Struct, frozen=True):

@@ -8,6 +8,8 @@ import importlib
 import io
 import sys
 import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import transformers
@@ -96,7 +98,15 @@ Tests compare tokens and timestamps with transformers (`tests/engine/test_speech
 `--tensor-parallel-size N` divides all families: heads, also of the gated delta rule, widths of
 MLPs and experts; with `--enable-expert-parallel` whole experts. Other recurrent layers stay whole. N must divide the
 heads, and divide the KV heads or be a multiple of them. CI compares tiny models with transformers
-(`tests/engine/test_rank_parts.py`).
+(`tests/engine/test_rank_parts.py`). `--pipeline-parallel-size N` divides the layers, also those with recurrent states
+(`tests/engine/test_pipeline.py`).
+
+`python -m tools.sweep_families --ranks` compared families of [the last table](#every-family-of-transformers) on two
+processes: with two ranks {ranks}, with two stages {stages}. These are refused, or were not compared:
+
+| `model_type` | 2 ranks | 2 stages | Why |
+|---|---|---|---|
+{divided}
 
 ## Not served
 
@@ -139,7 +149,16 @@ def build() -> str:
     swept = read_verdicts()
     counts = ", ".join(f"{sum(v.verdict == kind for v in swept.families.values())} {kind}" for kind in VERDICTS[:3])
     verdicts = "\n".join(verdict_row(kind, verdict) for kind, verdict in swept.families.items())
-    tail = TAIL.format(refused=refused, version=swept.transformers, counts=counts, verdicts=verdicts)
+    served = {kind: verdict for kind, verdict in swept.families.items() if verdict.verdict == "equal"}
+    tail = TAIL.format(
+        refused=refused,
+        version=swept.transformers,
+        counts=counts,
+        verdicts=verdicts,
+        ranks=_counts([verdict.ranks for verdict in served.values()]),
+        stages=_counts([verdict.stages for verdict in served.values()]),
+        divided=_divided_rows(served),
+    )
     return HEAD.format(version=_series()) + "\n".join(rows) + "\n" + tail
 
 
@@ -148,6 +167,27 @@ def verdict_row(model_type: str, verdict: Verdict) -> str:
     window = ", window" if verdict.window == "equal" else ""
     shown = verdict.attention + window if verdict.verdict == "equal" else verdict.why.replace("|", "/")
     return f"| `{model_type}` | `{verdict.model_class}` | {verdict.verdict} | {verdict.layers} | {shown} |"
+
+
+def _counts(verdicts: Sequence[str]) -> str:
+    """Return how many of the verdicts on two processes are of each kind, such as "150 equal, 20 refused"."""
+    found = Counter(verdict or "not compared" for verdict in verdicts)
+    return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
+
+
+def _divided_rows(served: Mapping[str, Verdict]) -> str:
+    """Return the lines of the families that two ranks or two stages do not serve. Families with the same verdicts for
+    the same reason share a line."""
+    kinds: dict[tuple[str, str, str], list[str]] = {}
+    for kind, verdict in served.items():
+        found = verdict.ranks or "not compared", verdict.stages or "not compared"
+        if found != ("equal", "equal"):
+            # The class is another one in each family.
+            why = verdict.why_divided.replace(verdict.model_class, "the model").replace("|", "/")
+            kinds.setdefault((*found, why), []).append(f"`{kind}`")
+    return "\n".join(
+        f"| {', '.join(names)} | {ranks} | {stages} | {why} |" for (ranks, stages, why), names in kinds.items()
+    )
 
 
 def row(name: str, family: Family) -> str:

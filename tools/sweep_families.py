@@ -3,6 +3,7 @@
 
     python -m tools.sweep_families                 all families; the result replaces tools/model_verdicts.json
     python -m tools.sweep_families llama phimoe    some families, whose verdicts are replaced in it
+    python -m tools.sweep_families --ranks         families that are equal, on two ranks and on two pipeline stages
 
 `make sweep` runs it in at most 20 minutes on two cores. Each family runs in a process of its own, forked from one that
 has imported torch and transformers, with one thread and a time limit. `tools/models_page.py` generates
@@ -10,11 +11,13 @@ docs/reference/models.md from the result, and tests/structure/test_model_verdict
 """
 
 import argparse
+import importlib
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,7 +29,7 @@ import torch
 import transformers
 
 from baton_serve.engine import LLM, EngineConfig, SamplingParams
-from baton_serve.engine.errors import EngineError
+from baton_serve.engine.errors import ConfigError, EngineError, UnsupportedModelError
 from baton_serve.engine.loading.layer_probe import PLAIN_LAYERS, STATE_LAYERS
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.refusals import refuse_type
@@ -81,15 +84,7 @@ def judge_config(family: Family, folder: Path, *, has_window: bool) -> Verdict:
     if reference is None:
         return NO_WINDOW
     try:
-        llm = LLM(
-            str(folder),
-            device="cpu",
-            dtype="float32",
-            max_model_len=256,
-            max_num_seqs=4,
-            max_num_batched_tokens=CHUNK_TOKENS,
-            kv_cache_memory_bytes=64 << 20,
-        )
+        llm = tiny_llm(folder)
     except EngineError as exc:
         return Verdict("refused", str(exc).replace(str(folder), "FOLDER"), family.model_class)
     except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
@@ -105,6 +100,52 @@ def judge_config(family: Family, folder: Path, *, has_window: bool) -> Verdict:
         if found:
             return msgspec.structs.replace(verdict, verdict="different", why="; ".join(found))
         return verdict
+
+
+DIVISIONS = {"ranks": "tensor_parallel_size", "stages": "pipeline_parallel_size"}
+"""The setting by which two processes divide a model, by field of `Verdict`."""
+
+
+def judge_divided(family: Family, folder: Path, verdict: Verdict) -> Verdict:
+    """Return the `verdict` of a family that is equal on one device, with those on two ranks and on two stages."""
+    reference = with_head(write_family(family.model_type, family.model_class, folder, has_window=False))
+    found: dict[str, str] = {}
+    reasons: list[str] = []
+    for field, setting in DIVISIONS.items():
+        found[field], why = judge_division(folder, reference, setting)
+        if why:
+            reasons.append(why)
+    return msgspec.structs.replace(verdict, **found, why_divided="; ".join(dict.fromkeys(reasons)))
+
+
+def judge_division(folder: Path, reference: Any, setting: str) -> tuple[str, str]:
+    """Return the verdict of a model that is divided over two processes by `setting`, and the reason."""
+    try:
+        llm = tiny_llm(folder, **{setting: 2})
+    except (ConfigError, UnsupportedModelError) as exc:
+        return "refused", str(exc).replace(str(folder), "FOLDER")
+    except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
+        return "crash", f"{setting}: {described(exc)}"
+    with llm:
+        try:
+            differences = compare(llm, reference, calls=prompts()[:1])
+        except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
+            return "crash", f"{setting}: {described(exc)}"
+    return ("different", f"{setting}: " + "; ".join(differences)) if differences else ("equal", "")
+
+
+def tiny_llm(folder: Path, **settings: Any) -> LLM:
+    """Return an engine of a tiny model, whose steps end at odd places."""
+    return LLM(
+        str(folder),
+        device="cpu",
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=4,
+        max_num_batched_tokens=CHUNK_TOKENS,
+        kv_cache_memory_bytes=64 << 20,
+        **settings,
+    )
 
 
 def refused_by_type(family: Family) -> Verdict | None:
@@ -139,11 +180,12 @@ def with_head(reference: Any) -> Any:
 
 
 @torch.inference_mode()
-def compare(llm: LLM, reference: Any) -> list[str]:
-    """Return what differs from transformers: answers, or the logprobs of their tokens."""
+def compare(llm: LLM, reference: Any, calls: Sequence[list[list[int]]] | None = None) -> list[str]:
+    """Return what differs from transformers: answers, or the logprobs of their tokens. `calls` are the prompts of each
+    call; None: all of `prompts`."""
     greedy = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True, logprobs=1)
     found: list[str] = []
-    for call in prompts():
+    for call in calls or prompts():
         outputs = llm.generate(prompt_token_ids=call, sampling_params=greedy, use_tqdm=False)
         for prompt, output in zip(call, outputs, strict=True):
             found += differences(reference, prompt, output.outputs[0])
@@ -207,44 +249,61 @@ def attention_kinds(model: LoadedModel) -> str:
     return ", ".join(kinds) or "full"
 
 
-def run_alone(family: Family) -> Verdict:
-    """Judge a family in a forked process, which is killed after `FAMILY_TIMEOUT_S`."""
+def run_alone(family: Family, known: Verdict | None) -> Verdict:
+    """Judge a family in a forked process, which is killed after `FAMILY_TIMEOUT_S`. `known` is its verdict on one
+    device, to which those on two are added; None: judge it on one device."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(family, writer))
+    process = context.Process(target=_child, args=(family, known, writer))
     process.start()
     writer.close()
     try:
         if not reader.poll(FAMILY_TIMEOUT_S):
-            return Verdict("crash", f"no result within {FAMILY_TIMEOUT_S:.0f} s", family.model_class)
+            return failed(family, known, f"no result within {FAMILY_TIMEOUT_S:.0f} s")
         return msgspec.json.decode(reader.recv_bytes(), type=Verdict)
     except EOFError:
         process.join(10)
-        return Verdict("crash", f"the process ended with {process.exitcode}", family.model_class)
+        return failed(family, known, f"the process ended with {process.exitcode}")
     finally:
         process.kill()
         process.join()
         reader.close()
 
 
-def _child(family: Family, writer: Connection) -> None:
+def failed(family: Family, known: Verdict | None, why: str) -> Verdict:
+    """Return the verdict of a family whose process has sent none."""
+    if known is None:
+        return Verdict("crash", why, family.model_class)
+    return msgspec.structs.replace(known, ranks="crash", stages="crash", why_divided=why)
+
+
+def _child(family: Family, known: Verdict | None, writer: Connection) -> None:
     """Judge a family and send the verdict, without output of the libraries."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="sweep") as folder:
-        writer.send_bytes(msgspec.json.encode(judge(family, Path(folder))))
+        if known is None:
+            verdict = judge(family, Path(folder))
+        else:
+            # The other ranks are forks of a server that has imported torch; see `main`.
+            importlib.import_module("tests.forked_ranks")
+            verdict = judge_divided(family, Path(folder), known)
+        writer.send_bytes(msgspec.json.encode(verdict))
 
 
-def sweep(chosen: list[Family], workers: int) -> dict[str, Verdict]:
-    """Judge families, `workers` at a time, and print each verdict."""
+def sweep(chosen: list[Family], workers: int, known: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
+    """Judge families, `workers` at a time, and print each verdict. `known` are their verdicts on one device, to which
+    those on two are added; None: judge them on one."""
 
     def one(family: Family) -> tuple[str, Verdict]:
         start = time.monotonic()
-        verdict = run_alone(family)
+        verdict = run_alone(family, None if known is None else known[family.model_type])
         took = time.monotonic() - start
-        print(f"{family.model_type:<28}{verdict.verdict:<10}{took:5.1f} s  {verdict.window} {verdict.why}", flush=True)
+        kinds = f"{verdict.verdict} {verdict.ranks} {verdict.stages}"
+        why = f"{verdict.window} {verdict.why} {verdict.why_divided}"
+        print(f"{family.model_type:<28}{kinds:<24}{took:5.1f} s  {why}", flush=True)
         return family.model_type, verdict
 
     with ThreadPoolExecutor(workers) as pool:
@@ -255,14 +314,34 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("families", nargs="*", help="model types of transformers; default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
+    parser.add_argument("--ranks", action="store_true", help="compare equal families on two ranks and on two stages")
     asked = parser.parse_args()
     families = [Family(*named) for named in generating_families().items()]
-    verdicts = sweep([one for one in families if not asked.families or one.model_type in asked.families], asked.workers)
-    counts = {kind: sum(v.verdict == kind for v in verdicts.values()) for kind in VERDICTS}
+    chosen = [one for one in families if not asked.families or one.model_type in asked.families]
+    known = read_verdicts().families
+    if asked.ranks:
+        # Before the first fork, so that all share it.
+        importlib.import_module("tests.forking").forks()
+        chosen = [one for one in chosen if one.model_type in known and known[one.model_type].verdict == "equal"]
+        verdicts = sweep(chosen, asked.workers, known)
+        counts = {kind: sum(kind in (v.ranks, v.stages) for v in verdicts.values()) for kind in VERDICTS}
+    else:
+        verdicts = sweep(chosen, asked.workers)
+        # A family keeps its verdicts on two devices until they are compared again.
+        verdicts = {kind: with_divisions(verdict, known.get(kind)) for kind, verdict in verdicts.items()}
+        counts = {kind: sum(v.verdict == kind for v in verdicts.values()) for kind in VERDICTS}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    known = read_verdicts().families if asked.families else {}
-    write_verdicts(Verdicts(transformers.__version__, dict(sorted({**known, **verdicts}.items()))))
+    kept = known if asked.families or asked.ranks else {}
+    write_verdicts(Verdicts(transformers.__version__, dict(sorted({**kept, **verdicts}.items()))))
     return 1 if counts["different"] or counts["crash"] else 0
+
+
+def with_divisions(verdict: Verdict, known: Verdict | None) -> Verdict:
+    """Return a family's verdict on one device, with the `known` ones on two if both are about equal answers."""
+    if known is None or verdict.verdict != "equal":
+        return verdict
+    divided = {"ranks": known.ranks, "stages": known.stages, "why_divided": known.why_divided}
+    return msgspec.structs.replace(verdict, **divided)
 
 
 if __name__ == "__main__":
