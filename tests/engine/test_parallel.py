@@ -15,6 +15,7 @@ from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.collectives.world import RankPlace, World
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.loading.refusals import named_division
 from baton_serve.engine.parallel import ranks
 from baton_serve.engine.parallel.tp_executor import TPExecutor
 from tests.devices import DEVICE
@@ -118,6 +119,7 @@ def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: 
         ("qwen3_5", 3, ConfigError, r"does not divide the heads of linear attention \(2\) .* that works is 2"),
         ("zamba2", 2, UnsupportedModelError, "share weights .* the largest number that works is 1"),
         ("mamba", 2, UnsupportedModelError, "can be split over devices; the largest number that works is 1"),
+        ("llama4_text", 2, UnsupportedModelError, "experts whose weights .* the largest number that works is 1"),
         ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
     ],
 )
@@ -126,6 +128,12 @@ def test_what_cannot_be_split_is_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         make_engine(references(family).folder, tensor_parallel_size=size)
+
+
+def test_a_layer_that_reads_what_other_ranks_hold_is_refused_with_the_number_that_works() -> None:
+    for shard, words in ((Shard(0, 2), "the largest number that works is 1"), (Shard(), "^sizes differ$")):
+        with pytest.raises(UnsupportedModelError, match=words), named_division("BitNet", shard):
+            raise UnsupportedModelError("sizes differ")
 
 
 def test_a_checkpoint_with_a_hole_is_refused(tmp_path: Path) -> None:

@@ -60,6 +60,7 @@ FUSED = [
 """Families of which each differs from Llama in another way."""
 OWN = [
     "bloom",
+    "codegen",
     "deepseek_v2",
     "deepseek_v3",
     "falcon",
@@ -73,6 +74,7 @@ OWN = [
     "gpt_bigcode",
     "gpt_neo",
     "gpt_neox",
+    "gptj",
     "hunyuan_v1_moe",
     "mimo_v2_flash",
     "minicpm3",

@@ -26,7 +26,7 @@ from baton_serve.engine.loading.miniature import check_miniature, needs_comparis
 from baton_serve.engine.loading.quantization import loading, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
-from baton_serve.engine.loading.refusals import refuse_ranks, refuse_stages, refuse_type
+from baton_serve.engine.loading.refusals import named_division, refuse_ranks, refuse_stages, refuse_type
 from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
 from baton_serve.engine.loading.text_decoders import eos_token_ids, known_decoder
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
@@ -106,15 +106,17 @@ def load_model(
     else:
         module = _load_whole(folder, hf_config, config, dtype, target, progress)
     module.eval().requires_grad_(False)
-    narrow(module, parts)
-    # Modules look up the attention function by this name; models of OWN_ATTENTION were built as `eager`.
+    # Modules look up the attention function by this name; models of OWN_ATTENTION were built as `eager`. Before
+    # `narrow`, which gives modules copies of the config.
     cast(Any, module).config._attn_implementation = attention.NAME
+    narrow(module, parts)
     adapt_attention(module)
     adapt_mixers(module)
     # Everything that changes the KV beside the weights goes into the fingerprint.
     variant = rotary.freeze(module, max_model_len) + _variant(plan, Gguf() if gguf is not None else form)
     progress("loading weights", 1.0)
-    layers = _probe(module, name, hf_config, target, dtype, stage, progress)
+    with named_division(name, shard):
+        layers = _probe(module, name, hf_config, target, dtype, stage, progress)
     return LoadedModel(
         module=module,
         name=name,

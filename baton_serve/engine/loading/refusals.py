@@ -3,6 +3,9 @@
 A refusal is one sentence: what the model has that is not supported, and what to use instead.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.collectives.stage import Stage
 from baton_serve.engine.errors import UnsupportedModelError
@@ -102,11 +105,30 @@ def refuse_type(hf_config: HfConfig) -> None:
 
 def refuse_ranks(name: str, text_config: HfConfig, shard: Shard) -> None:
     """Raise `UnsupportedModelError` if tensor parallelism is on and a model of this type cannot be divided."""
-    if not shard.is_whole and text_config.model_type == "zamba2":
+    reasons = {
+        "zamba2": "share weights to which each adds an adapter of its own, which cannot be divided over ranks",
+        "llama4_text": "have experts whose weights lie in an order that is not divided over ranks",
+    }
+    if not shard.is_whole and (reason := reasons.get(text_config.model_type)):
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {shard.size}, but layers of {name} share weights to which each adds an adapter of"
-            " its own, which cannot be divided over ranks; the largest number that works is 1"
+            f"tensor_parallel_size is {shard.size}, but layers of {name} {reason}; the largest number that works is 1"
         )
+
+
+@contextmanager
+def named_division(name: str, shard: Shard) -> Iterator[None]:
+    """Name the number of ranks as the cause if a model that is divided over them cannot run: a layer of it reads what
+    other ranks hold.
+    """
+    try:
+        yield
+    except UnsupportedModelError as exc:
+        if shard.is_whole:
+            raise
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {shard.size}, but {name} runs on one rank only, if at all; the largest number"
+            f" that works is 1 ({exc})"
+        ) from exc
 
 
 def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:

@@ -175,10 +175,11 @@ def _separate(
 
 def _gate(module: Module, heads: HeadRange) -> dict[str, tuple[slice, ...]]:
     """Return the rows of the product that gates the output of each head or each of its columns; {} if there is none."""
-    gate = getattr(module, "g_proj", None)
-    if not is_linear(gate) or output_size(gate) % heads.total:
-        return {}
-    return {"g_proj": (heads.scaled(output_size(gate)),)}
+    for name in ("g_proj", "gate_proj"):
+        gate = getattr(module, name, None)
+        if is_linear(gate) and output_size(gate) % heads.total == 0:
+            return {name: (heads.scaled(output_size(gate)),)}
+    return {}
 
 
 def _packed(
