@@ -112,6 +112,7 @@ INPUTS: dict[str, Any] = {
     "chat_template_kwargs": Given({"mark": "!"}, {"input": None, "messages": HELLO}),
 }
 ANY_POOLING: dict[str, Any] = {
+    "mm_processor_kwargs": {"fps": 1},
     "model": "nobody",
     "truncate_prompt_tokens": 2,
     "truncation_side": Given("left", {"truncate_prompt_tokens": 3}),
