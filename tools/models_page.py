@@ -64,12 +64,12 @@ TAIL = """
 | GLM-4.1V, GLM-4.5V, GLM-4.6V, GLM-OCR | `glm4v` … | the same |
 
 They must be in transformers' format (`llava-hf/…`). Prompts and greedy answers are compared with transformers
-(`tests/engine/test_image_families.py`). Prefill and unified instances load the vision tower; decode instances,
-and instances with several stages, load only the decoder and serve text. The longer side of an image may be 100
-times the shorter one at most. For Gemma 3 and 4 one step must have room for all tokens of an image; Gemma 3 pans and scans (`do_pan_and_scan` in
-`mm_processor_kwargs`). In `image_embeds`, Pixtral and Idefics3 need the grid of patches or tiles (`image_grid_thw`).
-LLaVA-OneVision reads each of several images with its tiles. A new family is one file beside
-`baton_serve/contracts/vision/registry.py` and one line in it ([ADR 0013](../adr/0013-images.md)).
+(`tests/engine/test_image_families.py`). Prefill and unified instances load the vision tower; decode instances, and
+instances with several stages, load only the decoder and serve text. The longer side of an image may be 100 times
+the shorter one at most. For Gemma 3 and 4 one step must have room for all tokens of an image; Gemma 3 pans and
+scans (`do_pan_and_scan` in `mm_processor_kwargs`). In `image_embeds`, Pixtral and Idefics3 need the grid of
+patches or tiles (`image_grid_thw`). LLaVA-OneVision reads each of several images with its tiles. A new family is
+one file beside `baton_serve/contracts/vision/registry.py` and one line in it ([ADR 0013](../adr/0013-images.md)).
 
 Of other vision models the text is served ([below](#every-family-of-transformers)); their images get status 400.
 

@@ -76,8 +76,7 @@ class LoadedModel:
     offload: WeightOffload | None = None
     """The decoder layers whose weights are in host memory; None: all weights are on the device."""
     stages: tuple[StageCache, ...] = ()
-    """What the layers of each pipeline stage keep. It is known when all stages are loaded, and empty for the only
-    stage."""
+    """The cache of each pipeline stage. It is known when all stages are loaded, and empty for the only stage."""
 
     @property
     def stage(self) -> Stage:

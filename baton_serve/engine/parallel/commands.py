@@ -47,7 +47,7 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
     store: str
     stages: tuple[StageCache, ...]
-    """What the layers of each stage keep of a sequence; () for one stage."""
+    """The cache of each stage; () for one stage."""
 
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
