@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from baton_serve.services.router.protocol.bounds import MAX_INPUTS, MAX_NUMBERS, NonNegative, OrAll, Positive, Priority
 from baton_serve.services.router.protocol.openai_requests import (
@@ -17,9 +17,17 @@ from baton_serve.services.router.protocol.openai_requests import (
 class ScoredParts(BaseModel):
     """A text with images that is scored or ranked, as the parts of a chat message."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    model_config = ConfigDict(strict=True)
 
     content: Annotated[list[ContentPart], Field(fail_fast=True, min_length=1, max_length=MAX_INPUTS)]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_fields(cls, given: object) -> object:
+        # With `extra="forbid"`, pydantic would make an error of each of them.
+        if isinstance(given, dict) and given.keys() - cls.model_fields.keys():
+            raise ValueError("it has other fields than content")
+        return given
 
 
 class Document(BaseModel):
