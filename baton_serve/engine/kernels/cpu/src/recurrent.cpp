@@ -4,6 +4,7 @@
 #include "arguments.h"
 #include "delta_chunks.h"
 #include "rows.h"
+#include "turns.h"
 
 #include <memory>
 #include <type_traits>
@@ -188,6 +189,7 @@ template <class T> class DeltaHead {
     for (int i = 0; i < a.key_size; i++)
       std::memcpy(chunk.state + i * chunk.values, state + (int64_t)i * a.value_size, a.value_size * sizeof(float));
     for (int64_t start = first; start < end; start += CHUNK_ROWS) {
+      yield_to_others();
       const int rows = (int)std::min<int64_t>(CHUNK_ROWS, end - start);
       float total = 0.f;
       for (int i = 0; i < rows; i++) {
@@ -391,6 +393,7 @@ int baton_convolution(const ConvolutionArguments* a) {
     const int64_t stretches = (a->num_channels + STRETCH - 1) / STRETCH;
 #pragma omp parallel for schedule(static) num_threads(a->num_threads) if (a->num_threads > 1)
     for (int64_t i = 0; i < a->num_seqs * stretches; i++) {
+      yield_to_others();
       const int begin = (int)(i % stretches) * STRETCH;
       convolve_sequence<T>(*a, i / stretches, begin, std::min(begin + STRETCH, a->num_channels));
     }
