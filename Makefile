@@ -65,7 +65,7 @@ demo: setup
 demo-vision: setup
 	@$(BIN)/python -m tools.vision_demo.demo
 
-# Four parts side by side. Clusters and other processes, half of whose time is waiting and some of whose waits have deadlines;
+# Four parts, three of them at a time, since some waits have deadlines. Clusters and other processes, half of whose time is waiting;
 # and computations, which take the time that those leave. Each says what it has to say when it has ended. All in one process:
 # .venv/bin/python -m pytest
 ENGINE := tests/engine tests/e2e/test_families.py
@@ -75,7 +75,7 @@ COMPUTED := $(ENGINE) $(COMPUTATIONS)
 
 test: setup-tests
 	@./tools/install_system_packages.sh
-	@$(MAKE) --no-print-directory -j4 --output-sync=target test-clusters test-engine test-processes test-computations
+	@$(MAKE) --no-print-directory -j3 --output-sync=target test-clusters test-processes test-engine test-computations
 
 # One process: they share transformers' answers.
 test-engine:
