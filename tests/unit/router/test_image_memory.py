@@ -47,7 +47,8 @@ class SlowSite:
         await self._add(1)
         try:
             await reader.readuntil(b"\r\n\r\n")
-            await self.is_open.wait()
+            if not await self._is_opened(reader):
+                return
             writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n" % len(self._answer) + self._answer)
             await writer.drain()
         except ConnectionError:
@@ -55,6 +56,16 @@ class SlowSite:
         finally:
             await self._add(-1)
             writer.close()
+
+    async def _is_opened(self, reader: asyncio.StreamReader) -> bool:
+        """Wait until the site is open or the client has gone, and return whether it is open."""
+        waits = [asyncio.create_task(self.is_open.wait()), asyncio.create_task(reader.read())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return self.is_open.is_set()
 
     async def _add(self, change: int) -> None:
         async with self.changed:
