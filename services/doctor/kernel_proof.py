@@ -16,7 +16,7 @@ from baton_serve.engine.device import defaults, select_device
 from baton_serve.engine.execution.kernel_choice import shapes_of_config
 from baton_serve.engine.kernels.metadata import AttentionSpec
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat
-from baton_serve.engine.kernels.proven_kernels import prove_kernels
+from baton_serve.engine.kernels.proved_kernels import prove_kernels
 from baton_serve.engine.kernels.selection import kernel_candidates
 
 DTYPE = torch.bfloat16

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_serve.engine.execution import kernel_choice
 from baton_serve.engine.kernels.metadata import LayerKernels
-from baton_serve.engine.kernels.proven_kernels import KernelCandidates
+from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as twin
 from tests.e2e.in_process import in_background

@@ -26,7 +26,7 @@ from baton_serve.engine.kernels.metadata import (
     RowLayer,
 )
 from baton_serve.engine.kernels.mixers import MixerKernels
-from baton_serve.engine.kernels.proven_kernels import KernelCandidates
+from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

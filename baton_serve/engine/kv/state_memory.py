@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.layout import KVShape
+from baton_serve.engine import device as devices
 from baton_serve.engine.core.checkpoints import StateCopy
 from baton_serve.engine.kv.kv_cache import KVCache
 
@@ -238,7 +239,7 @@ class StateMemory:
 
     def _index(self, blocks: Sequence[int]) -> Tensor:
         # The host must not wait for the step before, so that it can launch the next one.
-        return torch.tensor(blocks).to(self._blocks.device, non_blocking=True)
+        return devices.send(torch.tensor(blocks), self._blocks.device)
 
     def _wide(self, row: Tensor) -> Tensor:
         """Return a row of states as one row for each block of a checkpoint, in the elements of `_wide_blocks`."""

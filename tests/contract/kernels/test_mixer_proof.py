@@ -13,7 +13,7 @@ from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
 from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers, mixer_operations
 from baton_serve.engine.kernels.mixers import MixerKernels, MixerShapes, StateSpaceShapes
-from baton_serve.engine.kernels.proven_kernels import KernelCandidates, ProvedKernels, prove_kernels
+from baton_serve.engine.kernels.proved_kernels import KernelCandidates, ProvedKernels, prove_kernels
 from baton_serve.engine.kernels.prover import TWIN, KernelCandidate, difference
 from baton_serve.engine.kernels.reference import mixers as twin
 from baton_serve.engine.kernels.triton import mixers as triton_mixers

@@ -24,7 +24,7 @@ from baton_serve.engine.kernels.metadata import (
     Norm,
 )
 from baton_serve.engine.kernels.operations import ProofShapes, WeightFormat, different_specs
-from baton_serve.engine.kernels.proven_kernels import KernelCandidates, ProvedKernels, prove_kernels
+from baton_serve.engine.kernels.proved_kernels import KernelCandidates, ProvedKernels, prove_kernels
 from baton_serve.engine.kernels.prover import KernelCandidate, Made, Operation, Prover
 from baton_serve.engine.kernels.reference import layers as twin_module
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

@@ -11,7 +11,7 @@ from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kernels.library import LibraryAttention
 from baton_serve.engine.kernels.metadata import LayerKernels
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat
-from baton_serve.engine.kernels.proven_kernels import KernelCandidates, prove_kernels
+from baton_serve.engine.kernels.proved_kernels import KernelCandidates, prove_kernels
 from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.argmax import argmax
