@@ -125,7 +125,8 @@ async def trickle(writer: asyncio.StreamWriter, gap_s: float, piece: bytes = b"x
             writer.write(piece)
             await writer.drain()
             await asyncio.sleep(gap_s)
-    except ConnectionError:
+    # uvloop raises `RuntimeError` when the transport has been closed already.
+    except (ConnectionError, RuntimeError):
         pass
 
 
