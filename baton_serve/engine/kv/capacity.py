@@ -42,7 +42,8 @@ def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device
     fits."""
     if not layout.state_bytes:
         return config.max_num_seqs
-    available = cache_bytes(config, device, 0)
+    # Weights may take more than their share of a device's memory; then nothing is left.
+    available = max(0, cache_bytes(config, device, 0))
     if config.num_gpu_blocks_override is not None:
         available = max(available, config.num_gpu_blocks_override * layout.block_bytes * 2)
     row = layout.state_blocks * layout.block_bytes

@@ -49,6 +49,19 @@ def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renorma
     assert len(set(chosen[0].tolist())) == 3, "an expert was chosen twice"
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
+def test_a_token_without_finite_logits_leaves_the_others_alone(broken: float) -> None:
+    experts, x, logits = make_experts(like_gpt_oss=False), draw(7, HIDDEN), draw(7, EXPERTS)
+    wanted = triton_experts.mix(x, *triton_experts.route(logits, 3, renormalize=True), experts)
+    logits[2:5] = broken
+    weights, chosen = triton_experts.route(logits, 3, renormalize=True)
+    assert all(len(set(row)) == 3 and set(row) <= set(range(EXPERTS)) for row in chosen.tolist())
+    found = triton_experts.mix(x, weights, chosen, experts)
+    others = [0, 1, 5, 6]
+    assert torch.equal(found[others], wanted[others])
+
+
 @pytest.mark.parametrize(("num_shared", "has_gate"), [(1, True), (2, False)])
 def test_experts_of_all_tokens_stand_behind_the_chosen_ones(num_shared: int, has_gate: bool) -> None:
     logits = draw(7, EXPERTS + has_gate)

@@ -1,0 +1,42 @@
+"""How many sequences' recurrent states the memory of a device holds."""
+
+import pytest
+import torch
+
+from baton_serve.contracts.layout import KVLayout
+from baton_serve.engine import device as devices
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.errors import CapacityError
+from baton_serve.engine.kv.capacity import limit_sequences
+
+LAYOUT = KVLayout(
+    fingerprint="f",
+    num_layers=2,
+    num_kv_heads=2,
+    block_tokens=16,
+    head_dim=64,
+    dtype="bfloat16",
+    state_bytes=64 << 10,
+)
+ROW = LAYOUT.state_blocks * LAYOUT.block_bytes
+
+
+def limit(available: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Return how many of 8 sequences may run with `available` bytes for KV; of a device whose weights take more than
+    their share that is a negative number."""
+    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *_, **__: available)
+    return limit_sequences(EngineConfig(model="m", max_num_seqs=8), LAYOUT, torch.device("cuda"))
+
+
+def test_states_take_half_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert limit(100 * ROW, monkeypatch) == 8
+    assert limit(6 * ROW, monkeypatch) == 3
+
+
+@pytest.mark.parametrize("available", [2 * ROW - 1, 0, -40 * ROW])
+def test_no_room_for_one_sequence_is_said(available: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(
+        CapacityError, match=r"the recurrent states of one sequence need .* gpu_memory_utilization"
+    ) as e:
+        limit(available, monkeypatch)
+    assert "of the -" not in str(e.value)
