@@ -283,6 +283,7 @@ class ModelParts:
             lambda layout, memory: self._node(layout, memory, host_settings(own)),
             max_bytes=int(self._settings.embedding_cache_gb * (1 << 30)),
             counter=self._process.embeddings,
+            source_tokens=engine.limits.source_tokens,
         )
         self._parts.on_stop("embeddings", fetcher.close)
         return PromptImageSource(reader, fetcher)

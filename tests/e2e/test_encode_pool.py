@@ -13,8 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tokenizers import Tokenizer
 
 from baton_serve.contracts.instance import Role
+from baton_serve.engine.model.speech.encoder import SpeechEncoder
+from tests import speech
 from tests.e2e import test_sounds, test_videos
 from tests.e2e.cluster import Cluster, wait_until
 from tests.e2e.in_process import served
@@ -24,10 +27,13 @@ from tests.e2e.test_images import Content, body_of, chat, tokens_of
 from tests.engine.test_videos import SETTINGS
 from tests.images import Reference, picture
 from tests.sound_families import FAMILIES, write_sound_model
+from tests.speech import Reference as SpeechReference
+from tests.speech import write_tiny_whisper
 from tests.videos import video, video_url
 
 pytestmark = pytest.mark.slow
 
+TRANSCRIPTIONS = "/v1/audio/transcriptions"
 RIVER, TOWN, WIDE = picture(1, size=(50, 70)), picture(2, size=(50, 70)), picture(4, kind="JPEG", size=(600, 40))
 CHATS: list[Content] = [
     [RIVER, "What is it?"],
@@ -49,6 +55,18 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def wanted(model: Path) -> list[list[int]]:
     reference = Reference(model)
     return [reference.answer(pieces_of(model, [("user", content)]), COUNT) for content in CHATS]
+
+
+def form_of(number: int) -> dict[str, Any]:
+    """Return the body of a request to transcribe `tones(number)`."""
+    form = {"language": "en", "max_completion_tokens": str(COUNT)}
+    return {"files": {"file": ("speech.wav", speech.wav(speech.tones(number)))}, "data": form}
+
+
+async def transcript(client: httpx.AsyncClient, number: int) -> str:
+    answer = await client.post(TRANSCRIPTIONS, **form_of(number))
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["text"])
 
 
 async def counts_of(client: httpx.AsyncClient, role: str, name: str) -> dict[str, float]:
@@ -166,6 +184,84 @@ def test_audio_is_encoded_once_and_answered_as_without_a_pool(
     assert len({tuple(tokens) for tokens in alone}) > 1
     assert encoded == {"computed": 3.0, "cached": 2.0, "damaged": 0.0}
     assert fetched == {"fetched": 5.0, "missed": 0.0}
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_whisper(tmp_path_factory.mktemp("models") / "whisper")
+
+
+def transcribed(folder: Path, numbers: Sequence[int]) -> list[str]:
+    """Return what transformers hears in audio of these numbers."""
+    reference, tokenizer = SpeechReference(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [tokenizer.decode(reference.answer(speech.tones(number), COUNT)).strip() for number in numbers]
+
+
+@pytest.mark.parametrize(
+    ("transport", "pools"), [("usm", ["prefill", "decode"]), ("zeromq", ["prefill", "decode"]), ("usm", ["unified"])]
+)
+def test_windows_of_speech_are_encoded_once_and_heard_as_by_transformers(
+    whisper: Path, transport: str, pools: list[Role], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second request for an audio follows while its KV is cached, or its encoder's output: neither is computed."""
+    numbers = [0, 1, 0, 2]
+    runs: list[int] = []
+    own = SpeechEncoder.encode
+
+    def encoded(self: SpeechEncoder, windows: list[Any]) -> list[Any]:
+        runs.append(len(windows))
+        return own(self, windows)
+
+    monkeypatch.setattr(SpeechEncoder, "encode", encoded)
+
+    async def ask() -> list[str]:
+        roles: list[Role] = [*pools, "encode"]
+        small = {"embedding_cache_gb": 0.01}
+        async with asyncio.timeout(60), served(whisper, transport=transport, roles=roles, instance=small) as client:
+            await until_ready(client, len(roles))
+            runs.clear()  # each encoder has heard silence
+            heard = [await transcript(client, number) for number in numbers]
+            assert sum(runs) == 3
+            encoded = await counts_of(client, "encode", "baton:encoded_images_total")
+            assert encoded["computed"] == 3.0 and encoded["damaged"] == 0.0
+            fetched = await counts_of(client, pools[0], "baton:image_embeddings_total")
+            assert fetched == {"fetched": 3.0 + encoded["cached"], "missed": 0.0}
+            for _ in range(20):  # until the router knows that the KV of the first audio is cached
+                before = encoded
+                heard[0] = await transcript(client, 0)
+                if before == (encoded := await counts_of(client, "encode", "baton:encoded_images_total")):
+                    break
+            assert encoded == before, "the encoder's output was fetched for audio whose KV is cached"
+            assert sum(runs) == 3
+            return heard
+
+    assert asyncio.run(ask()) == transcribed(whisper, numbers)
+
+
+def test_speech_is_heard_when_the_encode_instance_dies(whisper: Path) -> None:
+    """It is stopped, gets a window and is killed: prefill encodes the window."""
+    flags = ("--dtype", "float32", "--disaggregation-min-tokens", "0")
+    with Cluster(whisper, encode=1, args=flags) as cluster, ThreadPoolExecutor() as pool:
+        expected = transcribed(whisper, range(2))
+
+        def ask(number: int) -> str:
+            answer = cluster.client.post(TRANSCRIPTIONS, **form_of(number))
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["text"])
+
+        assert ask(0) == expected[0]
+        pid = cluster.pid("encode")
+        os.kill(pid, signal.SIGSTOP)
+        answer = pool.submit(ask, 1)
+        wait_until(
+            lambda: cluster.metrics()["baton:router_assigned_requests"] > 0, timeout_s=20, what="a placed request"
+        )
+        os.kill(pid, signal.SIGKILL)
+        assert answer.result(timeout=30) == expected[1]
+        (prefill,) = cluster.instances("prefill")
+        text = httpx.get(f"http://{prefill['http_address']}/metrics").text
+        assert results_in(text, "baton:image_embeddings_total") == {"fetched": 1.0, "missed": 1.0}
+        cluster.wait_idle()
 
 
 def test_prefill_encodes_when_the_encode_instance_dies(model: Path, wanted: list[list[int]]) -> None:

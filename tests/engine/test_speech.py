@@ -8,23 +8,27 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from baton_serve.audio_samples import Samples, resampled
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.media import digest_of, source_span
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import TranscriptSpec
-from baton_serve.engine import ConfigError, Engine, RequestError
+from baton_serve.engine import ConfigError, Engine, EngineConfig, RequestError
 from baton_serve.engine.core.outputs import FailedRequest
 from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.batch_inputs import SourceRows
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
 from baton_serve.engine.model.speech.prompt import PromptAudio
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS
+from baton_serve.engine.model.vision.placeholders import NO_PIXELS, EncodedImage
+from baton_serve.engine.pooling.image_encoder import ImageEncoder
+from baton_serve.kvtransfer import HostMemory
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
 from tests.engine.rank_threads import use_threads
+from tests.engine.test_image_encoder import Observer, encode
 from tests.speech import (
     EOS_ID,
     FIRST_SUPPRESSED,
@@ -172,6 +176,31 @@ def test_an_unknown_source_fails_at_the_decode_engine(decoder: Engine) -> None:
     failures: list[FailedRequest] = []
     run(decoder, lambda result: failures.extend(result.failed))
     assert [failed.code for failed in failures] == ["overloaded"]
+
+
+def test_outputs_of_an_encode_instance_take_the_place_of_the_encoder(
+    folder: Path, engine: Engine, reference: Reference, encoded: list[int]
+) -> None:
+    """One step may have windows of both kinds. Outputs of another size are refused."""
+    files = {number: wav(tones(number)) for number in (90, 91, 92)}
+    encoder = ImageEncoder(
+        EngineConfig(model=str(folder), device="cpu", dtype="float32"),
+        lambda layout: HostMemory(9, layout.block_bytes),
+        observer=Observer(),
+    )
+    assert engine.image_reader is not None
+    assert engine.image_reader.embedding_layout == encoder.layout
+    outputs = encode(encoder, "encode", [files[90], files[91]])
+    encoder.close()
+    assert encoded == [1, 1, 1], "silence, and each window by itself"
+    sent = {**outputs, **engine.image_reader.read([files[92]])}
+    for number, file in files.items():
+        engine.add(work_of(engine, f"e{number}", file), pixels={digest_of(file): sent[digest_of(file)]})
+    assert run(engine) == {(f"e{number}", 0): reference.answer(tones(number), COUNT) for number in files}
+    assert encoded == [1, 1, 1, 1]
+    short = EncodedImage(torch.zeros(3, 32), 0, 0)
+    with pytest.raises(RequestError, match="3 positions, not 200"):
+        engine.add(work_of(engine, "short", files[90]), pixels={digest_of(files[90]): short})
 
 
 def test_preempted_sequences_continue_as_undisturbed_ones(folder: Path, reference: Reference) -> None:

@@ -9,6 +9,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton_serve.engine.config import EngineConfig
+from baton_serve.engine.model_folder import weight_files
+
 NUM_SAMPLES = 64
 """Number of places at which a weight file is sampled."""
 SAMPLE_BYTES = 4096
@@ -43,6 +46,21 @@ def weights_fingerprint(folder: Path, variant: str, files: Sequence[Path]) -> st
                 )
                 digest.update(file.read(SAMPLE_BYTES))
     return digest.hexdigest()[:32]
+
+
+def encoder_fingerprint(folder: Path, config: EngineConfig, settings: object, device: str) -> str:
+    """Return the hash of everything that the outputs of a model's encoder depend on beside their file: weights, and
+    `settings` of processors, which are JSON values. `device` is as in `dummy_fingerprint`.
+
+    It does not depend on what changes only the decoder, such as a quantization or a length: an encode instance does not
+    load it.
+    """
+    variant = json.dumps(["embeddings", settings], sort_keys=True, default=str)
+    if config.load_format == "dummy":
+        found = dummy_fingerprint(folder, variant, seed=config.seed, device=device)
+    else:
+        found = weights_fingerprint(folder, variant, weight_files(folder, config.load_format, config.loader.pattern))
+    return versioned(found, config.weights_version)
 
 
 def dummy_fingerprint(folder: Path, variant: str, *, seed: int, device: str) -> str:

@@ -1,4 +1,5 @@
-"""The engine of an encode instance: the vision tower of a model without its decoder, and a cache of embeddings.
+"""The engine of an encode instance: the vision tower or audio encoder of a model without its decoder, and a cache of
+embeddings. The outputs of an audio encoder for cross-attention count as embeddings too.
 
 Embeddings lie in blocks of host memory, from which other processes fetch them like KV blocks. A block pool names them,
 shares them between requests and evicts the least recently used ones. The owner calls the engine from one thread.
@@ -19,7 +20,7 @@ from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
-from baton_serve.contracts.vision import UnfitImageError, num_embeddings
+from baton_serve.contracts.vision import UnfitImageError
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
@@ -27,9 +28,10 @@ from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
+from baton_serve.engine.model.speech import load_window_encoder
 from baton_serve.engine.model.vision.decoder import decoder_config
 from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
-from baton_serve.engine.model.vision.tower import VisionTower, load_tower
+from baton_serve.engine.model.vision.tower import load_tower
 from baton_serve.engine.model_folder import max_model_len_of, read_config
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,15 @@ class EncodeObserver(Protocol):
     def damaged(self) -> None: ...
 
 
+class FileEncoder(Protocol):
+    """A part of a model that encodes files, such as `VisionTower`, loaded on the device. Engine thread only."""
+
+    @property
+    def reader(self) -> ImageReader: ...
+    def num_rows(self, picture: DecodedImage, /) -> int: ...
+    def encode(self, picture: DecodedImage, /) -> Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class _Embedding:
     """The embeddings of one image, in the blocks of these hashes. `checksum` is that of their rows."""
@@ -83,7 +94,7 @@ class _EncodeRequest:
 
 
 class ImageEncoder:
-    """A loaded vision tower with its cache. Has the methods of `Engine` that all instances need.
+    """A loaded vision tower or audio encoder with its cache. Has the methods of `Engine` that all instances need.
 
     A request first claims the embeddings that are cached, then adds the other images, and owns all their blocks until
     `release`.
@@ -97,12 +108,12 @@ class ImageEncoder:
         observer: EncodeObserver,
         progress: LoadProgress | None = None,
     ) -> None:
-        """Load the tower and allocate the cache. Raises `ConfigError` or `ModelError`."""
+        """Load the encoder and allocate the cache. Raises `ConfigError` or `ModelError`."""
         config.check()
         report = progress or (lambda what, fraction: None)
         self.device = device.select_device(config.device)
         report("loading weights", 0.0)
-        self._tower, self.layout, self.max_model_len = _load(config, self.device)
+        self._encoder, self.layout, self.max_model_len = _load(config, self.device)
         self.memory = make_blocks(self.layout)
         self._pool = BlockPool(self.memory.num_blocks)
         self._observer = observer
@@ -120,7 +131,7 @@ class ImageEncoder:
     @property
     def reader(self) -> ImageReader:
         """Decodes image files; usable from any thread."""
-        return self._tower.reader
+        return self._encoder.reader
 
     def claim(self, request_id: RequestId, root: BlockHash, digests: Sequence[bytes]) -> list[bytes]:
         """Begin a request: own the cached embeddings of these images. Return the digests of the others, for `add`."""
@@ -219,8 +230,7 @@ class ImageEncoder:
     def _rows_of(self, image: DecodedImage) -> int:
         """Return the number of embeddings of an image. Raises `RequestError` if the model cannot read it."""
         try:
-            text = image.text or self._tower.family.text_of(width=image.width, height=image.height)
-            return num_embeddings(text.parts)
+            return self._encoder.num_rows(image)
         except UnfitImageError as exc:
             raise RequestError("invalid", str(exc)) from exc
 
@@ -257,7 +267,7 @@ class ImageEncoder:
         self.last_batch = BatchSize(1, num_rows)
         started = time.monotonic()
         try:
-            features = self._tower.encode(image).cpu()
+            features = self._encoder.encode(image).cpu()
         except torch.OutOfMemoryError:
             logger.exception("encoding an image of %d x %d pixels ran out of memory", image.width, image.height)
             self._pool.release(blocks)
@@ -322,8 +332,9 @@ def _name(request: _EncodeRequest, digest: bytes) -> BlockHash:
     return embedding_hashes(request.root, digest, 1)[0]
 
 
-def _load(config: EngineConfig, target: torch.device) -> tuple[VisionTower, KVLayout, int]:
-    """Load the tower of a model. Return it with the layout of its embeddings, and the model's longest prompt.
+def _load(config: EngineConfig, target: torch.device) -> tuple[FileEncoder, KVLayout, int]:
+    """Load the vision tower or audio encoder of a model. Return it with the layout of its embeddings, and the model's
+    longest prompt.
 
     Raises `ConfigError` or `ModelError`.
     """
@@ -335,7 +346,9 @@ def _load(config: EngineConfig, target: torch.device) -> tuple[VisionTower, KVLa
     # The dtype must be that of the instances that compute prompts, which follows from their decoder's config.
     text = decoder_config(read_config(model_folder(config.model), config))
     dtype = device.select_dtype(target, config.dtype, getattr(text, "dtype", None))
-    tower = load_tower(config, target, dtype)
+    tower: FileEncoder | None = load_tower(config, target, dtype) or load_window_encoder(config, target, dtype)
     if tower is None or tower.reader.embedding_layout is None:
-        raise ConfigError(f"{config.model} has no vision tower that is supported: an encode instance has no use")
+        raise ConfigError(
+            f"{config.model} has no vision tower or audio encoder that is supported: an encode instance has no use"
+        )
     return tower, tower.reader.embedding_layout, max_model_len_of(config, text)

@@ -86,13 +86,17 @@ class EmbeddingFetcher:
         *,
         max_bytes: int,
         counter: FetchCounter,
+        source_tokens: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`max_bytes` bounds the embeddings that arrive at the same time."""
+        """`max_bytes` bounds the embeddings that arrive at the same time. `source_tokens` is the number of positions
+        of a source, which is that of its rows; 0 for a model without cross-attention.
+        """
         self._layout = layout
         self._make_node = make_node
         self._num_blocks = max(1, max_bytes // layout.block_bytes)
         self._counter = counter
+        self._source_tokens = source_tokens
         self._clock = clock
         self._starting = asyncio.Lock()
         self._node: TransferNode | None = None
@@ -150,8 +154,8 @@ class EmbeddingFetcher:
         names: dict[bytes, list[BlockHash]] = {}
         for digest in asked.digests:
             if (span := spans.get(digest)) is not None:
-                # At most: other tokens may stand among those of the image.
-                most = -(-span.length // layout.block_tokens)
+                # At most: other tokens may stand among those of the image. No token stands for a source.
+                most = -(-(self._source_tokens or span.length) // layout.block_tokens)
                 names[digest] = embedding_hashes(ticket.source_root, digest, most)
         node = await self._started()
         async with self._arriving.take(sum(map(len, names.values()))) as blocks:

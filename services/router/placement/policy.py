@@ -86,8 +86,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     """ITL SLO in seconds; None if the request has none."""
     ttft_s: float | None = None
     """Rest of the TTFT SLO in seconds; None if the request has none."""
-    has_source: bool = False
-    """`num_tokens` and the cached prefix begin with the positions of a source, which is never pulled."""
+    source_tokens: int = 0
+    """Positions of a source, with which `num_tokens` and the cached prefix begin. It is never pulled."""
     has_images: bool = False
     """The prompt has images, so a decode instance cannot compute it: it has no vision tower."""
     media: Sequence[MediaSpan] = ()
@@ -310,6 +310,9 @@ def _place(demand: Demand, cluster: ClusterView, policy: PlacementPolicy) -> Pla
         final = best.final_worker
         # Blocks that are only expected there do not exist yet, so they save no encoding.
         cached_tokens, layout = final.held_tokens, final.embedding_layout
+        if cached_tokens < demand.source_tokens:
+            # A part of a source's KV is of no use.
+            cached_tokens = 0
         encoding = assign_images(demand.media, demand.files, cluster.encoders, layout, cached_tokens=cached_tokens)
         best = msgspec.structs.replace(best, encoding=encoding)
     is_miss = _misses_handoff(best, demand, policy, candidates, groups)
@@ -374,7 +377,7 @@ def _with_pulls(demand: Demand, group: Sequence[Candidate], policy: PlacementPol
     (`pull`) if fetching a prefix from another instance is worth it.
     """
     # A pull counts the blocks of tokens, and the cached prefix begins with those of the source.
-    if demand.has_source or policy.name != "prefix" or policy.pull == "never":
+    if demand.source_tokens or policy.name != "prefix" or policy.pull == "never":
         return group
     if not (holders := best_holders(group)):
         return group

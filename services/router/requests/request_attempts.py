@@ -165,7 +165,7 @@ class RequestAttempts:
             has_images=bool(request.media),
             media=request.media,
             files=request.files,
-            has_source=request.source_tokens > 0,
+            source_tokens=request.source_tokens,
         )
         view = self._cluster.view(
             block_hashes.hashes,

@@ -93,7 +93,9 @@ def request_of(timeout_s: float = 5.0) -> tuple[AttemptEntry, Generate]:
     return AttemptEntry(RouterId(b"x"), RequestId("r"), prompt), Generate(prompt, None, FILES, [fetch])
 
 
-def images_of(answer: Fetch, timeout_s: float = 5.0) -> tuple[dict[bytes, Any], AttemptEntry, Reader, Counter]:
+def images_of(
+    answer: Fetch, timeout_s: float = 5.0, **options: Any
+) -> tuple[dict[bytes, Any], AttemptEntry, Reader, Counter]:
     reader, counter = Reader(), Counter()
     request, message = request_of(timeout_s)
 
@@ -103,6 +105,7 @@ def images_of(answer: Fetch, timeout_s: float = 5.0) -> tuple[dict[bytes, Any], 
             lambda layout, memory: cast(TransferNode, Node(memory, answer)),
             max_bytes=16 * LAYOUT.block_bytes,
             counter=counter,
+            **options,
         )
         try:
             return dict(await PromptImageSource(reader, fetcher).images(request, message))
@@ -134,6 +137,18 @@ def test_what_arrives_is_used_and_the_rest_is_decoded() -> None:
     assert reader.read_files == [FILES[1]] and isinstance(images[digest_of(FILES[1])], DecodedImage)
     assert (counter.fetched, counter.missed) == (1, 1)
     assert request.failed_encoders == []
+
+
+def test_a_source_has_as_many_rows_as_the_model_states() -> None:
+    """No token stands for it, so the length of its span says nothing."""
+    asked: list[int] = []
+
+    async def count(memory: HostMemory, wanted: Sequence[tuple[BlockHash, int]]) -> Result:
+        asked.append(len(wanted))
+        return Result(msgspec.msgpack.encode([]), [])
+
+    images_of(count, source_tokens=3 * EMBEDDING_BLOCK_ROWS + 1)
+    assert asked == [2 * 4]
 
 
 @pytest.mark.parametrize(("error", "is_fault"), [(PeerLost("dead"), True), (SourceFailed("a broken file"), False)])

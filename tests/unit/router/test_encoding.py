@@ -4,8 +4,10 @@ from msgspec.structs import replace
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.layout import embedding_layout
-from baton_serve.contracts.media import MediaSpan
+from baton_serve.contracts.media import MediaSpan, source_span
 from baton_serve.services.router.placement.encoding import MAX_QUEUE_S, Encoder, assign_images
+from baton_serve.services.router.placement.policy import ClusterView, Demand, Placement, place
+from tests.unit.router.test_policy import ALWAYS, candidate
 
 LAYOUT = embedding_layout("weights", width=8, dtype="float32")
 A, B, C = (bytes([number] * 32) for number in range(3))
@@ -55,3 +57,14 @@ def test_the_spans_of_a_video_go_to_one_instance_and_files_without_spans_to_none
         "two": (A, B),
         "one": (C,),
     }
+
+
+def test_a_source_is_encoded_unless_all_of_its_kv_is_cached() -> None:
+    demand = Demand(
+        num_tokens=1504, max_new_tokens=9, source_tokens=1500, has_images=True, media=[source_span(A)], files=[(A,)]
+    )
+    for held_tokens, expected in ((0, {"one": (A,)}), (1499, {"one": (A,)}), (1500, {})):
+        worker = candidate("u0", "unified", embedding_layout=LAYOUT, held_tokens=held_tokens, total_blocks=1000)
+        placement = place(demand, ClusterView([worker], encoders=[encoder("one")]), ALWAYS)
+        assert isinstance(placement, Placement)
+        assert placement.encoding == expected

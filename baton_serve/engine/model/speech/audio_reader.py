@@ -31,8 +31,6 @@ class HFAudioReader:
     transformers.
     """
 
-    embedding_layout: KVLayout | None = None
-
     def __init__(self, folder: Path) -> None:
         """Load the feature extractor of the model in a folder. Raises `ModelError` if that fails."""
         import transformers  # takes seconds: only models with an encoder should pay them
@@ -43,6 +41,8 @@ class HFAudioReader:
             self._window_s = float(self._extractor.chunk_length)
         except LOAD_ERRORS as exc:
             raise ModelError(f"cannot load a feature extractor from {folder}: {first_line(exc)}") from exc
+        self.embedding_layout: KVLayout | None = None
+        """The layout of blocks with outputs of the encoder, by which an encode instance sends them."""
         self.dtype = torch.float32
         """The dtype of features; the encoder sets its own, so that the engine's thread has nothing to convert."""
 

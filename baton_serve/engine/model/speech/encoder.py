@@ -7,10 +7,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from baton_serve.contracts.layout import embedding_layout
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
+from baton_serve.engine.model.fingerprint import encoder_fingerprint
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
+from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     first_line,
@@ -46,6 +50,27 @@ class SpeechEncoder:
         return found
 
 
+class WindowEncoder:
+    """Encodes windows of audio on an encode instance, one at a time. Implements
+    `engine.pooling.image_encoder.FileEncoder`: the rows of a window are the positions of the encoder's output.
+    """
+
+    def __init__(self, encoder: SpeechEncoder, num_positions: int) -> None:
+        """`num_positions` is the number of positions of the output for one window."""
+        self.reader = encoder.reader
+        self._encoder = encoder
+        self._num_positions = num_positions
+
+    def num_rows(self, picture: DecodedImage) -> int:
+        """Return the number of rows that `encode` returns, which is the same for all windows."""
+        return self._num_positions
+
+    def encode(self, picture: DecodedImage) -> Tensor:
+        """Encode one window, given by its mel features. Return [positions, hidden] without waiting for the device."""
+        (states,) = self._encoder.encode([picture.inputs["input_features"]])
+        return states
+
+
 def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype: torch.dtype) -> SpeechEncoder:
     """Load the audio encoder of the model in a folder to the device `target`, and try it on silence. Raises
     `ModelError` if that fails.
@@ -55,9 +80,12 @@ def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype
     encoder = SpeechEncoder(module, reader, target)
     try:
         # Found now, an extractor that does not fit the encoder fails no request.
-        encoder.encode([reader.silence()])
+        (states,) = encoder.encode([reader.silence()])
     except LOAD_ERRORS as exc:
         raise ModelError(f"the feature extractor in {folder} does not fit its encoder: {first_line(exc)}") from exc
+    fingerprint = encoder_fingerprint(folder, config, [ModelFacts.of(folder).sounds], target.type)
+    name = str(states.dtype).removeprefix("torch.")
+    reader.embedding_layout = embedding_layout(fingerprint, width=states.shape[1], dtype=name)
     return encoder
 
 

@@ -1,5 +1,5 @@
-"""Windows of audio of the prompts that an engine computes. They are encoded by the first step of a sequence whose
-source has no cached blocks.
+"""Windows of audio of the prompts that an engine computes. The first step of a sequence whose source has no cached
+blocks encodes its window, or takes the encoder's output that an encode instance has computed.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
 from baton_serve.engine.model.speech.encoder import MAX_BATCH, SpeechEncoder
-from baton_serve.engine.model.vision.placeholders import DecodedImage, Pixels
+from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, Pixels
 
 
 class PromptAudio:
@@ -26,11 +26,13 @@ class PromptAudio:
     for audio. Engine thread only.
     """
 
-    def __init__(self, encoder: SpeechEncoder, block_tokens: int) -> None:
+    def __init__(self, encoder: SpeechEncoder, block_tokens: int, source_tokens: int) -> None:
+        """`source_tokens` is the number of positions of the encoder's output for one window."""
         self._encoder = encoder
         self._block_tokens = block_tokens
+        self._source_tokens = source_tokens
         # Entries disappear with their requests, however these end.
-        self._windows: WeakKeyDictionary[Request, Tensor] = WeakKeyDictionary()
+        self._windows: WeakKeyDictionary[Request, DecodedImage | EncodedImage] = WeakKeyDictionary()
 
     @property
     def reader(self) -> HFAudioReader:
@@ -46,36 +48,51 @@ class PromptAudio:
 
     def check(self, work: Work, pixels: Pixels) -> None:
         """Raise `RequestError` if a request's window of audio was not sent with it. `pixels` are the features that were
-        sent, by digest.
+        sent, or the outputs of an encode instance, by digest.
         """
-        if any(span.digest not in pixels for span in work.media):
-            raise RequestError("invalid", "the window of audio was not sent with the request")
+        for window in (pixels.get(span.digest) for span in work.media):
+            if window is None:
+                raise RequestError("invalid", "the window of audio was not sent with the request")
+            if isinstance(window, EncodedImage) and len(window.features) != self._source_tokens:
+                found = len(window.features)
+                raise RequestError("internal", f"a window of audio has {found} positions, not {self._source_tokens}")
 
     def give(self, request: Request, pixels: Pixels) -> None:
-        """Keep the mel features of a request's window of audio until the request ends, since its cached encoder output
-        may be evicted meanwhile. `pixels` are the features by digest.
+        """Keep the mel features of a request's window of audio, or the encoder's output, until the request ends, since
+        its cached cross-attention KV may be evicted meanwhile. `pixels` are both by digest.
         """
         # From now on the whole prompt can be computed here, whatever is cached.
         request.has_images = True
-        window = pixels[request.work.media[0].digest]
-        assert isinstance(window, DecodedImage), "only images are encoded elsewhere"
-        self._windows[request] = window.inputs["input_features"]
+        self._windows[request] = pixels[request.work.media[0].digest]
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return an empty list: audio has no embeddings that replace those of tokens, as images have."""
         return []
 
     def encoded(self, plan: ScheduledBatch) -> list[SourceRows]:
-        """Encode the windows of the sequences of a step whose cross-attention KV is not cached. Return the encoder's
-        outputs, with the KV cache positions for their keys and values; empty if all are cached.
+        """Encode the windows of the sequences of a step whose cross-attention KV is not cached, unless an encode
+        instance has. Return the encoder's outputs, with the KV cache positions for their keys and values; empty if all
+        are cached.
         """
         waiting = [chunk.sequence for chunk in plan.chunks if chunk.sequence.must_encode]
         if not waiting:
             return []
         # Sequences of one step may have the same audio, which is then encoded once.
         windows = {_digest(sequence): self._windows[sequence.request] for sequence in waiting}
-        states = dict(zip(windows, self._encoder.encode(list(windows.values())), strict=True))
+        states = self._states(windows)
         return [self._stored(waiting[at : at + MAX_BATCH], states) for at in range(0, len(waiting), MAX_BATCH)]
+
+    def _states(self, windows: Mapping[bytes, DecodedImage | EncodedImage]) -> dict[bytes, Tensor]:
+        """Return the encoder's outputs [positions, hidden] for windows, on the device, by digest."""
+        states, own = dict[bytes, Tensor](), dict[bytes, Tensor]()
+        for digest, window in windows.items():
+            if isinstance(window, EncodedImage):
+                states[digest] = devices.send(window.features, self._encoder.device)
+            else:
+                own[digest] = window.inputs["input_features"]
+        if own:
+            states.update(zip(own, self._encoder.encode(list(own.values())), strict=True))
+        return states
 
     def _stored(self, sequences: list[Sequence], states: Mapping[bytes, Tensor]) -> SourceRows:
         """Return the encoder's outputs for some sequences, whose keys and values are then computed together. `states`

@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +20,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.model.fingerprint import dummy_fingerprint, versioned, weights_fingerprint
+from baton_serve.engine.model.fingerprint import encoder_fingerprint
 from baton_serve.engine.model.speech.sounds import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
@@ -81,6 +80,13 @@ class VisionTower:
         added = getattr(output, "deepstack_features", None) or ()
         return torch.cat([features, *map(_joined, added)], dim=-1)
 
+    def num_rows(self, picture: DecodedImage) -> int:
+        """Return the number of rows that `encode` returns. Raises `UnfitImageError` for an image that the model cannot
+        read.
+        """
+        text = picture.text or self.family.text_of(width=picture.width, height=picture.height)
+        return num_embeddings(text.parts)
+
     def sent(self, value: Tensor) -> Tensor:
         """Copy a tensor of the image processor, or embeddings, to the device; floating-point tensors get the dtype of
         the tower's weights.
@@ -110,26 +116,11 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
     width = _try(tower, folder, hf_config.get_text_config())
     if width:
-        fingerprint, name = _fingerprint(folder, config, family, target), str(dtype).removeprefix("torch.")
+        facts, name = ModelFacts.of(folder), str(dtype).removeprefix("torch.")
+        settings = [facts.images, facts.videos, facts.sounds, dict(family.processor_settings)]
+        fingerprint = encoder_fingerprint(folder, config, settings, target.type)
         reader.embedding_layout = embedding_layout(fingerprint, width=width, dtype=name)
     return tower
-
-
-def _fingerprint(folder: Path, config: EngineConfig, family: ImageFamily, target: torch.device) -> str:
-    """Return the hash of everything that embeddings depend on beside their file: weights and the settings of
-    processors.
-
-    It does not depend on what changes only the decoder, such as a quantization or a length: an encode instance does not
-    load it.
-    """
-    facts = ModelFacts.of(folder)
-    settings = [facts.images, facts.videos, facts.sounds, dict(family.processor_settings)]
-    variant = json.dumps(["embeddings", settings], sort_keys=True, default=str)
-    if config.load_format == "dummy":
-        found = dummy_fingerprint(folder, variant, seed=config.seed, device=target.type)
-    else:
-        found = weights_fingerprint(folder, variant, weight_files(folder, config.load_format, config.loader.pattern))
-    return versioned(found, config.weights_version)
 
 
 def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:

@@ -194,11 +194,13 @@ class FileTranscriber:
         prompts: list[TokenizedPrompt] = []
         for number in group:
             file = self._windows[number].file
+            digest = digest_of(file)
             prompts.append(
                 TokenizedPrompt(
                     prompt,
-                    media=[source_span(digest_of(file))],
+                    media=[source_span(digest)],
                     images=[file],
+                    files=[(digest,)],
                     source_tokens=self._profile.source_tokens,
                 )
             )
