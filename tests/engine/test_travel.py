@@ -9,7 +9,11 @@ import torch
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine import Engine, device
 from baton_serve.engine.kv.kv_cache import CopyOrder
+from baton_serve.engine.step.in_flight import has_prefill_requests
+from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
+from tests.engine.test_ahead import Ahead
+from tests.engine.test_pipeline import NumberedEvent, RecordedStream
 from tests.tiny_models import write_tiny_model
 
 PROMPT = [5 + (7 * i * i + i) % 200 for i in range(75)]
@@ -70,6 +74,35 @@ def test_a_cancelled_reservation_gives_its_host_memory_back(folder: Path) -> Non
         assert host_bytes(sink) > 0
         sink.cancel(RequestId("w"))
         assert host_bytes(sink) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("threaded_ranks")
+@pytest.mark.parametrize("has_streams", [True, False])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_prompts_of_ranks_follow_each_other_and_their_blocks_wait_for_their_own_step_alone(
+    family: str, has_streams: bool, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a stream of their own, copies would wait for a step that was launched ahead, so none is."""
+    reference = references(family)
+    settings = {"tensor_parallel_size": 2, "async_scheduling": True, "max_num_batched_tokens": 24}
+    with make_engine(reference.folder) as sink:
+        place_kv_caches(monkeypatch, "mirrored")
+        if has_streams:
+            for name, fake in (("record", NumberedEvent), ("SideStream", RecordedStream), ("has_side_streams", bool)):
+                monkeypatch.setattr(device, name, fake)
+        NumberedEvent.counts.clear()
+        RecordedStream.later.clear()
+        with make_engine(reference.folder, **settings) as source:
+            ahead = Ahead(source, monkeypatch)
+            for number, prompt in enumerate(reference.prompts):
+                RecordedStream.later = {thread: [] for thread in RecordedStream.later}
+                answers = hand_over(source, sink, make_work(source, str(number), prompt))
+                assert answers[str(number), 0] == reference.answers[number]
+            assert any(has_prefill_requests(plan) for plan in ahead.plans) == has_streams
+            if has_streams and family == "llama":
+                waits = [set(waits) for waits in RecordedStream.later.values() if waits]
+                assert waits == [{0, 1}, {0, 1}]
 
 
 def test_a_copy_to_the_mirror_waits_for_its_step_and_for_other_writes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,6 +93,11 @@ class CopyOrder:
         self._written: dict[int, devices.DeviceEvent] = {}
         """By block: the end of work other than a step that writes it."""
 
+    @property
+    def has_stream(self) -> bool:
+        """Return whether copies run beside later steps that are queued already."""
+        return self._stream is not None
+
     def end_step(self) -> None:
         """Record that all work of a step has been queued."""
         if self._stream is not None:

@@ -83,7 +83,7 @@ class StepLoop:
             self.ahead = None
             # Launch the next step first: the device must have work while the host processes the tokens of this one.
             following = self._begin_ahead(current.plan)
-            self._finish(current, result)
+            self._finish(current, result, steps_after=0 if following is None else 1)
             if following is not None:
                 # Its tokens are chosen only now, since penalties and grammars depend on the tokens that `_finish` has
                 # added.
@@ -123,7 +123,7 @@ class StepLoop:
                 self._begin_in_stages()
             self._in_stages.popleft()
             if current is not None:
-                self._finish(current, result)
+                self._finish(current, result, steps_after=len(self._in_stages))
 
     def _num_before_waiting(self) -> int:
         """Return how many steps the stages of a pipeline have before the first stage waits for the oldest one: one for
@@ -181,10 +181,10 @@ class StepLoop:
         """
         if not self._is_async:
             return None
-        # With several ranks the device copies finished blocks to the mirror between the steps; a step launched ahead
-        # would delay these copies.
+        kv = self._memory.kv
+        # Without a stream of their own, copies of finished blocks to the mirror would wait for a step launched ahead.
         if has_prefill_requests(plan) and (
-            self._memory.kv.is_mirrored or not runs_longer_than_launch(plan, self._table.limits)
+            (kv.is_mirrored and not kv.order.has_stream) or not runs_longer_than_launch(plan, self._table.limits)
         ):
             return None
         following = self._planner.plan_ahead(time.monotonic())
@@ -223,9 +223,9 @@ class StepLoop:
             return None
         return launched
 
-    def _finish(self, launched: InFlightStep, result: StepResult) -> None:
+    def _finish(self, launched: InFlightStep, result: StepResult, *, steps_after: int) -> None:
         """Wait for the sampled tokens of the step `launched`, append them to their sequences, and add tokens, completed
-        blocks and failures to `result`."""
+        blocks and failures to `result`. `steps_after` is how many steps have been launched after it."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
         self._memory.host.on_step_end(launched.ended_event)
@@ -248,8 +248,7 @@ class StepLoop:
         # Transports wait for the event of this step, not for that of the step that was launched after it.
         done = (block for completed in result.completed for _, block in completed.blocks)
         self._memory.kv.mark(done, after=launched.computed)
-        # The steps that are in the stages were launched after this one.
-        self._memory.mirror_refs.publish(result.completed, steps_after=len(self._in_stages))
+        self._memory.mirror_refs.publish(result.completed, steps_after=steps_after)
         self._meter.record(launched.plan, now - started, len(result.tokens))
 
     def _give_up(self, plan: ScheduledBatch, result: StepResult) -> None:
