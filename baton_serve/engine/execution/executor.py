@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.instance import KernelVerdict
+from baton_serve.engine import device as devices
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArrays, DecodeGraphs, DecodeResult
 from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, random_blocks
@@ -192,7 +193,7 @@ class LocalExecutor:
             return None
         count = len(arrays.tokens)
         array = sorted_rows(slots.slots_of(arrays.adapters, count), slots.num_slots)
-        return slots.view(torch.from_numpy(array).to(self._device, non_blocking=True), count)
+        return slots.view(devices.send(torch.from_numpy(array), self._device), count)
 
     @torch.inference_mode()
     def replay(self, arrays: DecodeArrays) -> DecodeResult:
@@ -216,9 +217,8 @@ class LocalExecutor:
         self._graphs.set_sampled_tokens(tokens)
 
     @torch.inference_mode()
-    # A copy from pageable memory to the device returns when the host may reuse the memory, so `slots` can be freed.
     def store_last_tokens(self, tokens: Tensor, slots: NDArray[np.int64]) -> None:
-        where = torch.from_numpy(slots).to(self._device, non_blocking=True)
+        where = devices.send(torch.from_numpy(slots), self._device)
         self._graphs.last_tokens.index_copy_(0, where, tokens)
 
     def capture_graphs(self, capturing: Callable[[], CaptureGraph]) -> None:
@@ -258,7 +258,7 @@ class LocalExecutor:
     def _step_states(self, arrays: StepArrays) -> StepStates | None:
         if not self._states:
             return None
-        slots = torch.from_numpy(arrays.batch_slots).to(self._device, non_blocking=True)
+        slots = devices.send(torch.from_numpy(arrays.batch_slots), self._device)
         return StepStates(slots, np.diff(arrays.query_starts).tolist(), self._states)
 
     def close(self) -> None:

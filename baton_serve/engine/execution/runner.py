@@ -225,7 +225,7 @@ class ModelRunner:
         going = [(i, row.sequence.slot) for i, row in enumerate(plan.rows) if _is_still_decoding(row.sequence)]
         if going:
             which, slots = np.array(going).T.copy()
-            picked = torch.from_numpy(which).to(self._device, non_blocking=True)
+            picked = devices.send(torch.from_numpy(which), self._device)
             self._executor.store_last_tokens(tokens[picked], slots)
 
 
