@@ -38,11 +38,11 @@ def write(model_type: str, folder: Path) -> Any:
     return write_family(model_type, generating_families()[model_type], folder)
 
 
-def answer_of(folder: Path) -> list[int]:
+def answer_of(folder: Path, **settings: Any) -> list[int]:
     """Greedy, in chunks that end at odd places, and again with a prefix hit."""
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32", "kv_cache_memory_bytes": 4 << 20, "max_num_seqs": 4}
     greedy = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    with LLM(str(folder), max_model_len=256, max_num_batched_tokens=23, **options) as llm:
+    with LLM(str(folder), max_model_len=256, max_num_batched_tokens=23, **options, **settings) as llm:
         answers = [
             list(
                 llm.generate(prompt_token_ids=[PROMPT], sampling_params=greedy, use_tqdm=False)[0].outputs[0].token_ids
@@ -76,6 +76,14 @@ def test_the_text_equals_transformers_and_no_tower_is_loaded(model_type: str, tm
     assert tower
     assert sizes[""] < sizes["whole"]
     assert not [name for name, _ in module.named_parameters() if "vis" in name]
+
+
+@pytest.mark.parametrize("model_type", ["glm4v", "hunyuan_vl"])
+def test_the_text_of_models_with_a_plain_head_on_two_stages(
+    model_type: str, tmp_path: Path, threaded_ranks: None
+) -> None:
+    reference = write(model_type, tmp_path)
+    assert answer_of(tmp_path, pipeline_parallel_size=2) == expected_of(reference)
 
 
 @pytest.mark.parametrize("layout", ["language_model.model.{}", "model.language_model.{}"])

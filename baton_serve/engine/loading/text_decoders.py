@@ -36,6 +36,7 @@ class TextDecoder(PreTrainedModel):  # type: ignore[misc]  # transformers has no
     without head. `known_decoder` makes a subclass for each type of config."""
 
     base_class: Any = None
+    base_model_prefix = "model"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - read by transformers
 
     def __init__(self, config: HfConfig) -> None:

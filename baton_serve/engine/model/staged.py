@@ -251,9 +251,16 @@ class StagedModule:
     """Computes the layers of one pipeline stage, and the output head, by transformers' own model code."""
 
     def __init__(self, module: nn.Module, stage: Stage) -> None:
-        """Prepare the transformers model `module`, in which `keep_layers` has replaced what other stages hold."""
+        """Prepare the transformers model `module`, in which `keep_layers` has replaced what other stages hold. Raises
+        `UnsupportedModelError` if its class does not name the part of it without the head.
+        """
         self._stage = stage
         name = cast(Any, module).base_model_prefix
+        if not isinstance(getattr(module, name or "-", None), nn.Module):
+            raise UnsupportedModelError(
+                "its class does not name its decoder (base_model_prefix), so it cannot be divided into stages: set"
+                " pipeline_parallel_size to 1"
+            )
         self._base = module.get_submodule(name)
         self._steps = StepHolder(self._base)
         self._received: Tensor | None = None
