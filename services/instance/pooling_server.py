@@ -188,7 +188,7 @@ class PoolingServer(DrainableServer):
                 return
             try:
                 if self._reader is None:
-                    raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}, on one device")
+                    raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}")
                 pixels = await asyncio.to_thread(self._reader.read, message.images)
             except Exception as exc:  # noqa: BLE001 - the router gets the reason
                 if not request.ended.is_set():

@@ -44,9 +44,15 @@ CHATS: list[list[Piece]] = [
 
 
 @functools.cache
-def engine_of(folder: Path, runner: RunnerType = "auto", task: Task = "auto") -> PoolingEngine:
+def engine_of(folder: Path, runner: RunnerType = "auto", task: Task = "auto", num_ranks: int = 1) -> PoolingEngine:
     config = EngineConfig(
-        model=str(folder), device="cpu", dtype="float32", max_num_batched_tokens=64, max_num_seqs=8, max_model_len=None
+        model=str(folder),
+        device="cpu",
+        dtype="float32",
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        max_model_len=None,
+        tensor_parallel_size=num_ranks,
     )
     return PoolingEngine(config, detect_model_kind(folder, runner=runner, task=task))
 
@@ -97,11 +103,14 @@ def decoder_states(folder: Path, pieces: Sequence[Piece], *, whole: bool = False
     return output.logits[0, -1] if whole else output.last_hidden_state[0]
 
 
-@pytest.fixture(scope="module", params=["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+DECODERS = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
+"""Families whose texts have images, with the beginning of their class."""
+
+
+@pytest.fixture(scope="module", params=DECODERS)
 def decoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    names = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}
     folder = tmp_path_factory.mktemp(request.param)
-    write_family(request.param, f"{names[request.param]}ForConditionalGeneration", folder)
+    write_family(request.param, f"{DECODERS[request.param]}ForConditionalGeneration", folder)
     return folder
 
 
@@ -227,8 +236,39 @@ def test_inputs_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert not engine.has_work() and not engine._pixels
 
 
-def test_models_with_two_towers_run_on_one_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["clip", "siglip", "colpali", "colqwen2", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_vectors_of_images_on_two_ranks_equal_those_of_one(tmp_path: Path, kind: str, threaded_ranks: None) -> None:
+    """The vectors of one rank are those of transformers."""
+    is_decoder = kind in DECODERS
+    if is_decoder:
+        write_family(kind, f"{DECODERS[kind]}ForConditionalGeneration", tmp_path)
+        inputs = [chat_input(chat, tmp_path) for chat in CHATS]
+    else:
+        write_image_embedder(tmp_path, kind)
+        inputs = [*(lone_image(tmp_path, file) for file in IMAGES), *map(PoolingInput, TEXTS)]
+    task: PoolingTask = "token_embed" if kind.startswith("col") else "embed"
+    one, two = (engine_of(tmp_path, "pooling" if is_decoder else "auto", num_ranks=size) for size in (1, 2))
+    for ours, theirs in zip(computed(two, inputs, IMAGES, task), computed(one, inputs, IMAGES, task), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    # Each layer of the texts is divided, and so are the heads of most towers.
+    assert len(two._model.parts.sums) >= 2 * 2 and two._model.parts.attention
+    two.close()
+
+
+def test_a_score_of_a_text_with_images_on_two_ranks(tmp_path: Path, threaded_ranks: None) -> None:
+    write_family("qwen3_vl", "Qwen3VLForConditionalGeneration", tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text(config.read_text().replace("{", '{"classifier_from_token": ["a", "b"],', 1))
+    inputs = [chat_input(chat, tmp_path) for chat in CHATS]
+    one, two = (engine_of(tmp_path, task="score", num_ranks=size) for size in (1, 2))
+    for ours, theirs in zip(
+        computed(two, inputs, IMAGES, "classify"), computed(one, inputs, IMAGES, "classify"), strict=True
+    ):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
+    two.close()
+
+
+def test_heads_that_ranks_cannot_divide_are_refused(tmp_path: Path, threaded_ranks: None) -> None:
     folder = write_image_embedder(tmp_path, "clip")
-    config = EngineConfig(model=str(folder), device="cpu", tensor_parallel_size=2)
-    with pytest.raises(ConfigError, match="one device"):
-        PoolingEngine(config, "embed")
+    with pytest.raises(ConfigError, match=r"3, which does not divide the attention heads .* works is [12]"):
+        engine_of(folder, num_ranks=3)

@@ -105,6 +105,9 @@ def attention_parts(module: Module, config: Module, shard: Shard) -> AttentionPa
     if isinstance(layer, int) and is_linear(getattr(module, "Wqkv", None)) and is_linear(getattr(module, "Wo", None)):
         return _side_by_side(module, layer, config, shard)
     output = next((leaf for leaf in OUTPUTS if is_linear(getattr(module, leaf, None))), None)
+    # Towers of CLIP and its like keep no KV, so that their layers have no numbers.
+    if layer is None and getattr(module, "is_causal", None) is False and is_linear(getattr(module, "q_proj", None)):
+        layer = 0
     if not isinstance(layer, int) or output is None:
         return None
     # Layers of one model may have different numbers of heads, which the modules know.

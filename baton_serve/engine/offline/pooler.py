@@ -57,7 +57,7 @@ class OfflinePooler:
 
         embedder, reader = self._embedder, self.engine.image_reader
         if embedder is None or reader is None:
-            raise ConfigError(f"this model does not accept images in inputs: {READERS}, on one device")
+            raise ConfigError(f"this model does not accept images in inputs: {READERS}")
         if truncate is not None:
             raise ConfigError("truncate_prompt_tokens could cut an image: leave it out for prompts with images")
         is_alone, family = embedder.is_alone, embedder.family

@@ -3,7 +3,7 @@
 A rank that fails answers with `CommandFailed`. Otherwise it answers only the commands whose docstrings say so.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -185,14 +185,26 @@ class DropAdapter(msgspec.Struct, frozen=True, tag=True):
     fingerprint: str
 
 
+class ImageTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor of the images of a pooling model's inputs, which is sent separately: the model's argument that it is,
+    its shape and dtype.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class ComputeVectors(msgspec.Struct, frozen=True, tag=True):
-    """Command to a rank of a pooling model: compute a batch of inputs. All fields are int64 as raw bytes: the padded
-    inputs, one row for each, the inputs' numbers of tokens, and the token types, padded as the inputs.
+    """Command to a rank of a pooling model: compute a batch of inputs. The first fields are int64 as raw bytes: the
+    padded inputs, one row for each, the inputs' numbers of tokens, and the token types, padded as the inputs.
     """
 
     token_ids: memoryview
     lengths: memoryview
     token_types: memoryview | None
+    images: tuple[ImageTensor, ...] = ()
+    """The tensors of images, which rank 0 broadcasts afterwards, one after another."""
 
 
 class CopyBlocks(msgspec.Struct, frozen=True, tag=True):
@@ -422,12 +434,20 @@ def decode_arrays(command: Replay) -> DecodeArrays:
 
 
 def vectors_command(
-    token_ids: NDArray[np.int64], lengths: NDArray[np.int64], token_types: NDArray[np.int64] | None
+    token_ids: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    token_types: NDArray[np.int64] | None,
+    images: Mapping[str, Tensor],
 ) -> ComputeVectors:
     """Return the command by which the other ranks compute a batch of inputs of a pooling model. `token_ids` and
-    `token_types` are [num_inputs, longest], padded on the right.
+    `token_types` are [num_inputs, longest], padded on the right. `images` are the tensors of images by the names of the
+    model's arguments, which the caller broadcasts afterwards.
     """
-    return ComputeVectors(_bytes(token_ids), _bytes(lengths), None if token_types is None else _bytes(token_types))
+    tensors = (
+        ImageTensor(name, tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in images.items()
+    )
+    types = None if token_types is None else _bytes(token_types)
+    return ComputeVectors(_bytes(token_ids), _bytes(lengths), types, tuple(tensors))
 
 
 def vectors_arrays(
@@ -437,6 +457,19 @@ def vectors_arrays(
     lengths = _int64(command.lengths)
     types = None if command.token_types is None else _int64(command.token_types).reshape(len(lengths), -1)
     return _int64(command.token_ids).reshape(len(lengths), -1), lengths, types
+
+
+def image_tensors(
+    command: ComputeVectors, device: torch.device, receive: Callable[[Tensor], None]
+) -> dict[str, Tensor]:
+    """Receive the tensors of images that a `ComputeVectors` command describes, and return them by the names of the
+    model's arguments. `receive` is called with an empty tensor on `device` and must fill it with that of rank 0.
+    """
+    found = {}
+    for image in command.images:
+        found[image.name] = torch.empty(image.shape, dtype=getattr(torch, image.dtype), device=device)
+        receive(found[image.name])
+    return found
 
 
 def store_last_tokens_command(slots: NDArray[np.int64]) -> StoreLastTokens:

@@ -6,6 +6,7 @@ cache, so block counts in its statistics are 0.
 
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -260,30 +261,32 @@ class PoolingEngine:
     def _forward(self, items: list[QueuedInput]) -> tuple[PaddedBatch, Tensor]:
         """Pad the inputs on the right to the length of the longest one, and compute them on all ranks. Return the
         batch with the output of the model."""
-        longest = max(item.length for item in items)
-        ids = np.full((len(items), longest), self._model.pad_id, dtype=np.int64)
-        for row, item in enumerate(items):
-            ids[row, : item.length] = item.input.token_ids
-        types: NDArray[np.int64] | None = None
-        # Encoders take missing types as zeros.
-        if self._model.has_token_types and any(item.input.token_type_ids for item in items):
-            types = np.zeros((len(items), longest), dtype=np.int64)
-            for row, item in enumerate(items):
-                if item.input.token_type_ids:
-                    types[row, : item.length] = item.input.token_type_ids
-        lengths = np.array([item.length for item in items], dtype=np.int64)
+        has_types = self._model.has_token_types and any(item.input.token_type_ids for item in items)
+        ids, lengths, types = padded_arrays(items, self._model.pad_id, has_types=has_types)
+        images: dict[str, Tensor] = {}
+        if self._model.images is not None and items[0].has_images:
+            pixels = [self._pixels[item.request_id] for item in items]
+            images = self._model.images.arguments([item.input for item in items], pixels)
         if self._ranks.num_ranks == 1:
-            batch = padded_batch(ids, lengths, types, self.device)
-            if (images := self._model.images) is not None and items[0].has_images:
-                pixels = [self._pixels[item.request_id] for item in items]
-                arguments = images.arguments([item.input for item in items], pixels)
-                sent = {name: device.send(value, self.device) for name, value in arguments.items()}
-                batch = replace(batch, images=sent)
-            return batch, self._model.network(batch)
-        self._ranks.send_command(vectors_command(ids, lengths, types))
+            return self._computed(ids, lengths, types, images)
+        self._ranks.send_command(vectors_command(ids, lengths, types, images))
         with run_on_all_ranks():
-            batch = padded_batch(ids, lengths, types, self.device)
-            return batch, self._model.network(batch)
+            return self._computed(ids, lengths, types, images)
+
+    def _computed(
+        self,
+        ids: NDArray[np.int64],
+        lengths: NDArray[np.int64],
+        types: NDArray[np.int64] | None,
+        images: Mapping[str, Tensor],
+    ) -> tuple[PaddedBatch, Tensor]:
+        """Compute a padded batch with the tensors `images`, which lie in host memory. Each rank encodes the images by
+        itself: it would have to wait for them anyway."""
+        sent = {name: device.send(value, self.device) for name, value in images.items()}
+        for value in sent.values():
+            self._ranks.group.broadcast(value)
+        batch = replace(padded_batch(ids, lengths, types, self.device), images=sent)
+        return batch, self._model.network(batch)
 
     def _check(self, inputs: list[PoolingInput], params: PoolingSpec, pixels: Pixels) -> None:
         """Check that this model can compute these inputs with these parameters. Raises `RequestError` if not."""
@@ -303,7 +306,7 @@ class PoolingEngine:
         """Check the tokens and images of one input. Raises `RequestError` if the model cannot compute it."""
         images, length = self._model.images, len(given.token_ids)
         if given.media and images is None:
-            raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}, on one device")
+            raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}")
         has_own_length = images is not None and images.has_own_length(given)
         if not 0 < length <= self.max_model_len and not has_own_length:
             raise RequestError(
@@ -375,3 +378,20 @@ class PoolingEngine:
         del self._pixels[request_id]
         if np.isnan(vector).any():
             raise ModelError("the model computed NaN of an image: its weights are broken, or its dtype is too small")
+
+
+def padded_arrays(
+    items: Sequence[QueuedInput], pad_id: int, *, has_types: bool
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64] | None]:
+    """Pad inputs on the right to the length of the longest one. Return their tokens [num_inputs, longest], their
+    numbers of tokens, and with `has_types` their token types [num_inputs, longest], zeros where an input has none;
+    otherwise None, which encoders take as zeros.
+    """
+    longest = max(item.length for item in items)
+    ids = np.full((len(items), longest), pad_id, dtype=np.int64)
+    types = np.zeros_like(ids) if has_types else None
+    for row, item in enumerate(items):
+        ids[row, : item.length] = item.input.token_ids
+        if types is not None and item.input.token_type_ids:
+            types[row, : item.length] = item.input.token_type_ids
+    return ids, np.array([item.length for item in items], dtype=np.int64), types

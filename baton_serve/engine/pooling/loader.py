@@ -136,7 +136,8 @@ def load_pooling_model(
         model = _token_classifier(source)
     else:
         model = _classifier(source)
-    if config.num_ranks == 1:
+    # The other ranks get the tensors of images from rank 0.
+    if rank == 0:
         model = replace(model, images=read_images(folder, dtype))
     progress("loading weights", 1.0)
     return model
@@ -174,7 +175,6 @@ def _embedder(source: _Source) -> PoolingModel:
 
 def _two_towers(source: _Source) -> PoolingModel:
     """Load a model with a tower for texts and one for images, such as CLIP or SigLIP."""
-    _check_one_rank(source)
     module, parts = _load(source, AutoModel)
     text_config = source.hf_config.text_config
     is_padded = source.hf_config.model_type == "siglip"
@@ -193,21 +193,11 @@ def _two_towers(source: _Source) -> PoolingModel:
 
 def _token_embedder(source: _Source) -> PoolingModel:
     """Load a model that returns one vector for each token of a page or a question, such as ColPali or ColQwen2."""
-    _check_one_rank(source)
     module, parts = _load(source, AutoModelForPreTraining)
     network = TokenVectors(module, attends_both_ways=source.hf_config.model_type == "colpali")
     model = _described(source, module, parts, network, None)
     profile = PoolingProfile(tasks=["token_embed"], dimensions=int(source.hf_config.embedding_dim))
     return replace(model, recipe=Recipe(pooling="model", is_always_normalized=True), profile=profile)
-
-
-def _check_one_rank(source: _Source) -> None:
-    """Raise `ConfigError` for several ranks, over which such a model is not divided."""
-    if source.config.num_ranks > 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {source.config.tensor_parallel_size}, but a {source.hf_config.model_type} model"
-            " runs on one device: set it to 1, and start more instances instead"
-        )
 
 
 def _classifier(source: _Source) -> PoolingModel:

@@ -5,6 +5,7 @@ It computes every batch that rank 0 sends, for the sums over the ranks in it. Ra
 
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -19,6 +20,7 @@ from baton_serve.engine.parallel.commands import (
     JoinGroup,
     LoadRank,
     RankLoaded,
+    image_tensors,
     vectors_arrays,
 )
 from baton_serve.engine.parallel.tp_worker import connect, main
@@ -59,13 +61,14 @@ class PoolingWorker:
                     raise ChannelError(f"a pooling model has no {type(command).__name__}")
 
     def _join(self, command: JoinGroup) -> None:
-        group = connect(command.store, self._config, self._rank, self._device)
-        sum_outputs(self._model.module, self._model.parts, group)
+        self._group = connect(command.store, self._config, self._rank, self._device)
+        sum_outputs(self._model.module, self._model.parts, self._group)
         self._channel.send(self._channel.encode(CommandDone()))
 
     @torch.inference_mode()
     def _compute(self, command: ComputeVectors) -> None:
-        self._model.network(padded_batch(*vectors_arrays(command), self._device))
+        images = image_tensors(command, self._device, self._group.broadcast)
+        self._model.network(replace(padded_batch(*vectors_arrays(command), self._device), images=images))
 
 
 if __name__ == "__main__":
