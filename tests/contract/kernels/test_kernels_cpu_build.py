@@ -1,8 +1,13 @@
 """How the library gets onto a machine: once, at once for several processes, or not at all with a reason."""
 
+import errno
+import fcntl
 import logging
+import os
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -46,6 +51,38 @@ def test_a_library_is_built_once(tmp_path: Path) -> None:
         load_kernels.cache_clear()
     assert (tmp_path / "calls").read_text() == "x\nx\n"  # the probe and the library
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".so"]
+
+
+@needs_a_compiler
+def test_a_process_waits_for_another_one_that_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cxx, cache = copying_compiler(tmp_path), tmp_path / "cache"
+    load_kernels(cache, cxx)
+    load_kernels.cache_clear()
+    (library,) = cache.iterdir()
+    finished = library.rename(tmp_path / "finished.so")
+    (tmp_path / "calls").unlink()
+    has_waited = threading.Event()
+    monkeypatch.setattr(time, "sleep", lambda _: has_waited.set())
+    loading = threading.Thread(target=load_kernels, args=(cache, cxx))
+    other = os.open(cache, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    loading.start()
+    assert has_waited.wait(10.0)
+    finished.rename(library)
+    os.close(other)
+    loading.join(10.0)
+    assert not loading.is_alive() and not (tmp_path / "calls").exists()
+
+
+@needs_a_compiler
+def test_a_file_system_without_locks_does_not_keep_it_from_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert load_kernels(tmp_path / "cache", copying_compiler(tmp_path)).baton_attend
 
 
 @needs_a_compiler

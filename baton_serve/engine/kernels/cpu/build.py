@@ -1,12 +1,15 @@
 """Compile the C++ kernels into one shared library for this machine's CPU at first use, and load it.
 
-The library is cached by a hash of its sources, the compiler and the CPU's flags. Several processes may compile at the
-same time: each writes its own file, and all load the one that was finished first. They must not differ, because a build
-measures (src/pairs.cpp) how this CPU multiplies bf16 fastest, and all processes of a machine must compute alike. This
-module contains nothing else about the kernels.
+The library is cached by a hash of its sources, the compiler and the CPU's flags. While one process compiles, the
+others wait for its library. Several processes may compile at the same time if the file system has no locks: each
+writes its own file, and all load the one that was finished first. They must not differ, because a build measures
+(src/pairs.cpp) how this CPU multiplies bf16 fastest, and all processes of a machine must compute alike. This module
+contains nothing else about the kernels.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import functools
 import hashlib
 import logging
@@ -15,6 +18,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from baton_serve.contracts.model_path import process_cache_folder
@@ -24,6 +29,7 @@ logger = logging.getLogger(__name__)
 _SOURCES = Path(__file__).parent / "src"
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared", "-w")
 _COMPILE_DEADLINE_S = 120.0
+_LOCK_POLL_S = 0.1
 _PROBE = _SOURCES / "pairs.cpp"
 _SUFFIXES = {None: "", True: "_widened", False: "_pairs"}
 _SLOW_PAIR = 3.0
@@ -71,15 +77,43 @@ def _load_from(directory: Path, name: str, compiler: str, widens: bool | None) -
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / name
     if not library.exists():
-        # In the same directory, so that `_publish` can link it.
-        handle, partial = tempfile.mkstemp(suffix=".so", prefix="build-", dir=directory)
-        os.close(handle)
-        try:
-            _build(compiler, Path(partial), widens)
-            _publish(Path(partial), library)
-        finally:
-            Path(partial).unlink(missing_ok=True)
+        with _locked(directory):
+            if not library.exists():
+                _add(directory, library, compiler, widens)
     return ctypes.CDLL(str(library))
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the lock of `directory`, which the kernel frees if its owner dies. Go on without it if the file system has
+    no locks, or if the owner takes longer than a build may take.
+    """
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        deadline = time.monotonic() + _COMPILE_DEADLINE_S
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(_LOCK_POLL_S)
+                continue
+            except OSError as error:
+                logger.info("%s cannot be locked (%s)", directory, error)
+            break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _add(directory: Path, library: Path, compiler: str, widens: bool | None) -> None:
+    # In the same directory, so that `_publish` can link it.
+    handle, partial = tempfile.mkstemp(suffix=".so", prefix="build-", dir=directory)
+    os.close(handle)
+    try:
+        _build(compiler, Path(partial), widens)
+        _publish(Path(partial), library)
+    finally:
+        Path(partial).unlink(missing_ok=True)
 
 
 def _publish(built: Path, library: Path) -> None:
