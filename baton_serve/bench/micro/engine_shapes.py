@@ -188,9 +188,29 @@ SHAPES: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": True,
     },
+    "bench-0.5b-latent": {  # latent attention as DeepSeek-V3 has it, without experts
+        "model_type": "deepseek_v3",
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "vocab_size": 32000,
+        "hidden_size": 1024,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "first_k_dense_replace": 24,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "q_lora_rank": 512,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 64,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 64,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    },
 }
 
-COUNTED_BY_CONFIG = frozenset({"deepseek-v2-lite", "qwen3-next-12l"})
+COUNTED_BY_CONFIG = frozenset({"bench-0.5b-latent", "deepseek-v2-lite", "qwen3-next-12l"})
 """Shapes whose parameters `engine_model_costs` counts, since their layers differ from each other."""
 
 DTYPE_BYTES = 2

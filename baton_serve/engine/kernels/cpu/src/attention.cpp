@@ -328,14 +328,9 @@ template <class M> class Attention {
     const int stride = state.stride;
     const Word* keys[TILE_KEYS];
     for (int i = 0; i < TILE_KEYS; i++) keys[i] = words_of(scratch.now->keys[i], i, scratch);
-    float* scores = scratch.scores.get();
-    for (int r = 0; r < stride; r += 2 * W) {
-      const auto score = r + W < stride ? score_latents<M, 2> : score_latents<M, 1>;
-      const int ahead_bytes = has_next && r == 0 ? a.head_dim * cell : 0;
-      for (int key = 0; key < TILE_KEYS; key += LATENT_KEYS)
-        score(keys + key, scratch.latent_queries.get() + r, words, stride, scores + key * stride + r,
-              scratch.next->keys + key, ahead_bytes);
-    }
+    const float* scores = scratch.scores.get();
+    for (int r = 0; r < stride; r += 2 * W)
+      score_keys(keys, r, stride, has_next && r == 0 ? a.head_dim * cell : 0, scratch);
     for (int r = 0; r < stride; r += W) {
       vi ends;
       for (int i = 0; i < W; i++) ends[i] = t.position + (r + i) / group + 1 - start;
@@ -348,6 +343,30 @@ template <class M> class Attention {
         add_values(n, scratch.probabilities.get() + r, stride, keys, sums.values + (int64_t)r * columns, d, state.factors + r);
         r += n;
       }
+  }
+
+  // Scores of the tile's keys for query rows [r, r + 2 W), or for the last word of them.
+  void score_keys(const Word* const* keys, int r, int stride, int ahead_bytes, Scratch& scratch) const {
+    const Word* queries = scratch.latent_queries.get() + r;
+    const void* const* ahead = scratch.next->keys;
+    const auto score = r + W < stride ? score_latents<M, 2> : score_latents<M, 1>;
+    for (int key = 0; key < TILE_KEYS; key += EVEN_KEYS) {
+      float* to = scratch.scores.get() + key * stride + r;
+      if (const int64_t spacing = W == 16 && stride == W ? spacing_of(keys + key) : 0) {
+        score_even_latents<M>(keys[key], spacing, queries, words, to, ahead + key, ahead_bytes);
+        continue;
+      }
+      for (int i = 0; i < EVEN_KEYS; i += LATENT_KEYS)
+        score(keys + key + i, queries, words, stride, to + i * stride, ahead + key + i, ahead_bytes);
+    }
+  }
+
+  // The bytes from each of EVEN_KEYS rows to the next; 0 if they differ.
+  static int64_t spacing_of(const Word* const* rows) {
+    const int64_t spacing = rows[1] - rows[0];
+    for (int i = 2; i < EVEN_KEYS; i++)
+      if (rows[i] - rows[i - 1] != spacing) return 0;
+    return spacing * (int64_t)sizeof(Word);
   }
 
   // A row of the cache, number `i` of the tile, as words.

@@ -11,6 +11,7 @@ namespace baton {
 
 constexpr int MAX_LATENT_ROWS = 128;  // query rows of a tile; the other form is as fast for more
 constexpr int LATENT_KEYS = 8;        // keys whose scores are in registers together
+constexpr int EVEN_KEYS = 16;         // the same of evenly spaced rows, so many that dot products do not wait for each other
 constexpr int LATENT_VALUE_ROWS = BATON_LANES == 16 ? 8 : 4;  // query rows whose sums are
 
 // Whether rows of this type are words already, or have to be widened to float32 first.
@@ -54,6 +55,38 @@ __attribute__((noinline)) void score_latents(const typename M::Word* const* keys
   }
   for (int i = 0; i < LATENT_KEYS; i++)
     for (int j = 0; j < LANES; j++) store(scores + i * stride + j * W, sums[i][j]);
+}
+
+// scores[EVEN_KEYS][W] for one word of query rows, `queries` [words][W], and keys that lie `spacing` bytes from each other: four
+// addresses and the spacing fit in registers, sixteen addresses do not. The rest is as in `score_latents`.
+template <class M>
+__attribute__((noinline)) void score_even_latents(const void* keys, int64_t spacing, const typename M::Word* queries,
+                                                  int words, float* scores, const void* const* ahead, int ahead_bytes) {
+  vf sums[EVEN_KEYS];
+  for (int i = 0; i < EVEN_KEYS; i++) sums[i] = vf{};
+  const char* rows[4];
+  for (int i = 0; i < 4; i++) rows[i] = (const char*)keys + 4 * i * spacing;
+  const int64_t thrice = 3 * spacing;
+  for (int w = 0; w < words; w += 16) {
+    if (w * 4 < ahead_bytes)
+      for (int i = 0; i < EVEN_KEYS; i++) __builtin_prefetch((const char*)ahead[i] + w * 4, 0, 2);
+#pragma GCC unroll 16
+    for (int k = 0; k < 16; k++, queries += W) {
+      const vf query = load_as<vf>(queries);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++) {
+        const char* row = rows[i] + k * sizeof(typename M::Word);
+        asm("" : "+r"(row));
+        const auto word = [&](int64_t at) { return *(const typename M::Word*)(row + at); };
+        sums[4 * i] = M::multiply_add(sums[4 * i], word(0), query);
+        sums[4 * i + 1] = M::multiply_add(sums[4 * i + 1], word(spacing), query);
+        sums[4 * i + 2] = M::multiply_add(sums[4 * i + 2], word(2 * spacing), query);
+        sums[4 * i + 3] = M::multiply_add(sums[4 * i + 3], word(thrice), query);
+      }
+    }
+    for (int i = 0; i < 4; i++) rows[i] += 16 * sizeof(typename M::Word);
+  }
+  for (int i = 0; i < EVEN_KEYS; i++) store(scores + i * W, sums[i]);
 }
 
 // c[ROWS][ldc], columns [d, d + 2 W) = c * factors + probabilities x rows; `probabilities` is [TILE_KEYS / PAIR][stride].

@@ -99,7 +99,7 @@ struct PairsOfBf16 {
   static void store_lanes(Word* to, int, vf v) { store(to, v); }
   static vf load_words(const bf16* p) { return load_as<vf>(p); }
   static vf multiply_add(vf sum, Word a, vf b) {
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32((int)a), (__m512bh)b);
+    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
   }
   static vf exponential(vf x) { return exp2_fast(x); }
   static void store_probabilities(Word* to, const vf* p) {
