@@ -24,9 +24,11 @@ FAMILIES = [
     *("granite", "olmo2", "olmo3", "gemma", "gemma2", "gemma3", "glm", "glm4", "cohere", "cohere_norms", "cohere2"),
     *("exaone4", "smollm3", "ernie4_5", "stablelm", "ministral", "seed_oss", "helium", "starcoder2", "vaultgemma"),
 ]
+HYBRID = "qwen3_5"
+"""Its bits depend on where prompts are cut, but not on other sequences."""
 
 
-def _can_pack() -> bool:
+def can_pack() -> bool:
     try:
         return DEVICE == "cpu" and has_packed_linear(load_kernels())
     except KernelsUnavailableError:
@@ -35,7 +37,7 @@ def _can_pack() -> bool:
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not _can_pack(), reason="needs a compiler and a CPU with bf16 dot products"),
+    pytest.mark.skipif(not can_pack(), reason="needs a compiler and a CPU with bf16 dot products"),
 ]
 
 
@@ -57,7 +59,7 @@ def make(folder: Path, **settings: Any) -> Engine:
     return make_engine(folder, **{"dtype": "bfloat16", "enable_prefix_caching": False, **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, HYBRID])
 def test_one_call_computes_what_the_layers_do(
     family: str, references: References, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +84,14 @@ def test_bits_depend_on_nothing_but_the_tokens(family: str, references: Referenc
     with make(reference.folder) as engine:
         together = prompt_logprobs(engine, reference.prompts)
     with make(reference.folder, max_num_batched_tokens=17, max_num_seqs=2) as engine:
+        assert [prompt_logprobs(engine, [prompt])[0] for prompt in reference.prompts] == together
+
+
+def test_bits_of_a_hybrid_do_not_depend_on_other_sequences(references: References) -> None:
+    reference = references(HYBRID)
+    with make(reference.folder) as engine:
+        together = prompt_logprobs(engine, reference.prompts)
+    with make(reference.folder) as engine:
         assert [prompt_logprobs(engine, [prompt])[0] for prompt in reference.prompts] == together
 
 

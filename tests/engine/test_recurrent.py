@@ -22,14 +22,17 @@ from baton_serve.engine.kernels.reference import mixers as reference_mixers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import MAX_CHECKPOINT_BLOCKS, StateMemory
 from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.model import fused_cpu
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import choose_forward
+from baton_serve.engine.model.fused_cpu import CpuForward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from baton_serve.engine.model.recurrent import StateProbe
 from baton_serve.engine.model.state_spaces import packed_shapes
 from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
+from tests.engine.test_packed import can_pack
 from tests.families import HYBRIDS, MAX_POSITIONS
 from tests.tiny_models import load_reference, write_tiny_model
 
@@ -74,7 +77,7 @@ class PackedModel:
         kernels = layer_kernels(CPU, model.dtype) if uses_kernels else reference_layers
         backend = attention_backend(CPU, model.dtype)
         own: MixerKernels = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
-        self._forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
+        self.forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
         self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor, CPU)
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
@@ -101,7 +104,7 @@ class PackedModel:
         for s, length in chunks:
             s.computed += length
         with torch.inference_mode():
-            return self._forward(inputs, self._cache.layers())
+            return self.forward(inputs, self._cache.layers())
 
 
 def load(folder: Path, **settings: object) -> LoadedModel:
@@ -149,6 +152,48 @@ def test_packed_steps_with_odd_chunks_equal_generate(references: References, fam
         # These slots have states, which `clear` must remove.
         packed.step([(PackedSequence(slot, [slot] * 5, 5), 5) for slot in range(NUM_SLOTS)])
         assert answers(packed, reference.prompts, schedule, ANSWER_TOKENS) == reference.answers
+
+
+@pytest.mark.skipif(not can_pack(), reason="needs a compiler and a CPU with bf16 dot products")
+@pytest.mark.parametrize(
+    ("heads", "key_size", "value_size", "taps"), [(4, 16, 24, 4), (3, 12, 130, 3), (2, 128, 128, 4)]
+)
+def test_one_call_of_a_hybrid_computes_the_bits_of_its_layers(
+    heads: int, key_size: int, value_size: int, taps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(
+        tmp_path,
+        "qwen3_5",
+        linear_num_key_heads=heads // 2 if heads % 2 == 0 else heads,
+        linear_num_value_heads=heads,
+        linear_key_head_dim=key_size,
+        linear_value_head_dim=value_size,
+        linear_conv_kernel_dim=taps,
+    )
+    draw = random.Random(heads)
+    prompts = [[draw.randrange(250) for _ in range(length)] for length in (70, 3, 41, 1)]
+
+    def logits() -> list[Tensor]:
+        packed, schedule = PackedModel(load(folder, dtype="bfloat16")), Schedule("bits")
+        sequences = [
+            PackedSequence(slot, list(prompt), len(prompt)) for slot, prompt in zip((5, 0, 2, 6), prompts, strict=True)
+        ]
+        found: list[Tensor] = [torch.tensor([isinstance(packed.forward, CpuForward)])]
+        for s in sequences:
+            packed.states.clear(s.slot)
+        while running := [s for s in sequences if len(s.answer) < 5]:
+            chunks = schedule.chunks(running)
+            found.append(packed.step(chunks))
+            for (s, _), row in zip(chunks, found[-1], strict=True):
+                if s.computed == len(s.tokens):
+                    s.tokens.append(int(row.argmax()))
+        return [*found, *(view for layer in packed.states.views.values() for view in layer.values())]
+
+    once = logits()
+    monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
+    layers = logits()
+    assert bool(once[0]) and not bool(layers[0])
+    assert all(torch.equal(one, other) for one, other in zip(once[1:], layers[1:], strict=True))
 
 
 def test_a_mixer_that_ignores_its_state_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.chunked_attention import chunked_batch
 from baton_serve.engine.model.families import describe
-from baton_serve.engine.model.fused_mixers import has_mixers
+from baton_serve.engine.model.fused_mixers import MixerTools, has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.products import adapt_modules
 from baton_serve.engine.model.lora.slots import AdapterSlots
@@ -329,7 +329,7 @@ def choose_forward(
         return CrossAttentionForward(model, backend, collectives)
     is_plain = model.is_whole and model.stage.is_whole and adapters is None and may_call_once and model.offload is None
     if isinstance(kernels, CpuLayers) and is_plain and fused_cpu.fits(model, kernels.library):
-        return fused_cpu.CpuForward(model, kernels)
+        return fused_cpu.CpuForward(model, kernels, MixerTools(kernels, mixers, backend))
     if adapters is not None and fused_adapted.fits(model.module):
         return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
     if adapters is None and fused_layers.fits(model.module) and not _keeps_modules(model, kernels):

@@ -1,6 +1,7 @@
-"""Dense decoders on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of C++.
+"""Decoders with ordinary MLPs on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of
+C++.
 
-Weights may be bf16 or quantized.
+Weights may be bf16 or quantized. Layers may have the gated delta rule, or attention with a gate (Qwen3.5).
 """
 
 import ctypes
@@ -11,13 +12,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from baton_serve.engine.kernels import AttentionSpec, Norm
-from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules
+from baton_serve.engine.kernels import AttentionSpec, Linear, Norm
+from baton_serve.engine.kernels.cpu.decoder import (
+    MAX_TAPS,
+    CpuDecoder,
+    DecoderLayer,
+    DecoderRules,
+    DeltaRule,
+    DeltaStates,
+)
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model import fused_layers
-from baton_serve.engine.model.batch_inputs import StepInputs, added_rows, embedded
+from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, added_rows, embedded
 from baton_serve.engine.model.families import (
     GELU_TANH,
     FamilyDescription,
@@ -25,7 +34,15 @@ from baton_serve.engine.model.families import (
     rotations_of,
     scales_of,
 )
-from baton_serve.engine.model.fused_mixers import has_mixers
+from baton_serve.engine.model.fused_mixers import (
+    GatedAttention,
+    GatedDelta,
+    MixerTools,
+    is_gated_attention,
+    is_gated_delta,
+    is_mixer,
+    pack_mixer,
+)
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
 from baton_serve.engine.model.rotary import row_angles
@@ -40,7 +57,7 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     module = cast(Any, model.module)
     family = describe(module)
     assert family is not None  # `fused_layers.fits` is True
-    if has_mixers(module, family):
+    if not _fits_mixers(model, family):
         return False
     # The C++ decoder takes one epsilon for all norms and reads pairs of bf16.
     norms = {
@@ -51,6 +68,27 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
     return not any(size % 2 for size in sizes) and len(norms) == 1 and is_dense
 
 
+def _fits_mixers(model: LoadedModel, family: FamilyDescription) -> bool:
+    """Return whether all layers have attention, with a gate or without, or the gated delta rule with states that the
+    C++ decoder supports; at least one has attention.
+    """
+    mixers = [family.attention_of(layer) for layer in cast(Any, model.module).model.layers]
+    recurrent = [number for number, mixer in enumerate(mixers) if is_gated_delta(mixer)]
+    attending = [number for number in range(len(mixers)) if number not in recurrent]
+    if any(is_mixer(mixers[number]) and not is_gated_attention(mixers[number]) for number in attending):
+        return False
+    if not recurrent:
+        return True
+    states = {(part.layer, part.kind, part.index): part for part in model.states}
+    has_known_states = all(
+        part.dtype == (torch.bfloat16 if part.kind == "conv" else torch.float32) for part in states.values()
+    )
+    taps = [part.shape[-1] for part in states.values() if part.kind == "conv"]
+    wanted = {(number, kind, 0) for number in recurrent for kind in ("conv", "recurrent")}
+    has_its_kv = bool(attending) and list(model.attending_layers) == attending
+    return has_its_kv and set(states) == wanted and has_known_states and max(taps) <= MAX_TAPS
+
+
 def _is_dense(layer: Any, family: FamilyDescription) -> bool:
     """Return whether a decoder layer has an ordinary MLP and only weights that the C++ library can pack. The MLP's
     width must be a multiple of 16, as gate and up are interleaved by 16 rows.
@@ -58,6 +96,9 @@ def _is_dense(layer: Any, family: FamilyDescription) -> bool:
     down = getattr(getattr(layer, family.mlp), family.down, None)
     if not isinstance(down, nn.Linear | QuantizedLinear) or down.in_features % 16:
         return False
+    attention = family.attention_of(layer)
+    if is_gated_delta(attention) and attention.num_v_heads * attention.head_v_dim % 2:
+        return False  # products read and write pairs of columns
     return _can_pack_all(layer)
 
 
@@ -68,8 +109,8 @@ def _norms(layer: Any, family: FamilyDescription) -> dict[str, Norm | None]:
     return {
         "input_norm": family.norm_at(layer, family.input_norm),
         "attention_norm": family.norm_at(layer, family.attention_norm),
-        "query_norm": family.norm_at(layer.self_attn, "q_norm"),
-        "key_norm": family.norm_at(layer.self_attn, "k_norm"),
+        "query_norm": family.norm_at(family.attention_of(layer), "q_norm"),
+        "key_norm": family.norm_at(family.attention_of(layer), "k_norm"),
         "mlp_norm": family.norm_at(layer, family.mlp_norm),
         "mlp_output_norm": family.norm_at(layer, family.mlp_output_norm),
     }
@@ -90,7 +131,7 @@ class CpuForward:
     parts = None
     adapter_slots = None
 
-    def __init__(self, model: LoadedModel, kernels: CpuLayers) -> None:
+    def __init__(self, model: LoadedModel, kernels: CpuLayers, tools: MixerTools) -> None:
         module = cast(Any, model.module)
         self._embed: Callable[[Tensor], Tensor] = module.model.embed_tokens
         family = describe(module)
@@ -101,8 +142,14 @@ class CpuForward:
         self._axes = rotations.axes
         self._rotation_scaling = torch.tensor(rotations.scaling)[:, None, None]
         self._has_rotation_scaling = set(rotations.scaling) != {1.0}
-        each = zip(module.model.layers, model.specs, rotations.of_layer, strict=True)
-        layers = [_take(kernels.library, family, *one) for one in each]
+        specs = dict(zip(model.attending_layers, model.specs, strict=True))
+        layers = [
+            _take(kernels.library, family, layer, tools, specs.get(number), rotation)
+            for number, (layer, rotation) in enumerate(zip(module.model.layers, rotations.of_layer, strict=True))
+        ]
+        self._recurrent = [number for number, layer in enumerate(layers) if layer.delta is not None]
+        self._views: StateViews | None = None
+        self._states: list[tuple[Tensor, Tensor]] = []
         rules = DecoderRules(
             model.num_kv_heads,
             family.norm_of(module.model.norm),
@@ -129,31 +176,72 @@ class CpuForward:
         rows, after_layer = inputs.logit_rows, inputs.after_layer
         added = added_rows(inputs, hidden)
         self._decoder.use_groups(inputs.layer_metas)
+        if inputs.states is not None:
+            self._decoder.use_states(self._states_of(inputs.states))
         logits = self._decoder(hidden, (cos, sin), layers, inputs.meta, rows, after_layer, added)
         return self._scales.finish(logits)
 
+    def _states_of(self, states: StepStates) -> DeltaStates:
+        """Return the recurrent states of a step, of the layers that have them."""
+        if states.views is not self._views:
+            self._views = views = states.views
+            self._states = [(views[number]["conv", 0], views[number]["recurrent", 0]) for number in self._recurrent]
+        return DeltaStates(states.slots, self._states)
+
 
 def _take(
-    library: ctypes.CDLL, family: FamilyDescription, layer: Any, spec: AttentionSpec, rotation: int
+    library: ctypes.CDLL,
+    family: FamilyDescription,
+    layer: Any,
+    tools: MixerTools,
+    spec: AttentionSpec | None,
+    rotation: int,
 ) -> DecoderLayer:
     """Pack the weights of one transformers decoder layer, and free them in the module. `rotation` is the number of the
     layer's rotary embedding.
     """
-    attention, mlp = layer.self_attn, getattr(layer, family.mlp)
-    is_merged = hasattr(attention, "qkv_proj")
-    qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+    attention, mlp = family.attention_of(layer), getattr(layer, family.mlp)
+    mixed = pack_mixer(attention, tools)
+    if mixed is None:
+        is_merged = hasattr(attention, "qkv_proj")
+        qkv = [attention.qkv_proj] if is_merged else [attention.q_proj, attention.k_proj, attention.v_proj]
+        first, output = _packed(library, qkv), _packed(library, [attention.o_proj])
+    else:
+        first, output = _matrix(mixed.first), _packed(library, [mixed.output])
+    mixer = None if mixed is None else mixed.mixer
     gate_up = [getattr(mlp, name) for name in family.first_products(mlp)]
     taken = DecoderLayer(
         **_norms(layer, family),
-        qkv=_packed(library, qkv),
-        output=_packed(library, [attention.o_proj]),
+        qkv=first,
+        output=output,
         gate_up=_packed(library, gate_up, takes_turns=family.up is None),
         down=_packed(library, [getattr(mlp, family.down)]),
         spec=spec,
         rotation=rotation,
+        has_output_gate=isinstance(mixer, GatedAttention),
+        delta=_delta_rule(mixer) if isinstance(mixer, GatedDelta) else None,
     )
     _empty(layer)
     return taken
+
+
+def _matrix(product: Linear) -> Matrix:
+    """Return the packed weight and the bias of a mixer's first product as the C++ decoder reads them."""
+    assert isinstance(product.weight, Matrix)  # `fits` has checked it
+    return replace(product.weight, bias=product.bias)
+
+
+def _delta_rule(mixer: GatedDelta) -> DeltaRule:
+    return DeltaRule(
+        convolution=mixer.weight.contiguous(),
+        log_rate=mixer.log_rate.contiguous(),
+        step_bias=mixer.step_bias.contiguous(),
+        norm=mixer.norm,
+        num_heads=mixer.num_heads,
+        num_key_heads=mixer.num_key_heads,
+        key_size=mixer.key_size,
+        value_size=mixer.value_size,
+    )
 
 
 def _take_head(module: Any, kernels: CpuLayers) -> Matrix:

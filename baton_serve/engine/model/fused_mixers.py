@@ -209,6 +209,16 @@ def has_mixers(module: Module, family: FamilyDescription) -> bool:
     return any(is_mixer(family.attention_of(layer)) for layer in module.model.layers)
 
 
+def is_gated_delta(module: Module) -> bool:
+    """Return whether `pack_mixer` returns `GatedDelta` for this module."""
+    return _MIXERS.get(type(module).__name__) is _gated_delta
+
+
+def is_gated_attention(module: Module) -> bool:
+    """Return whether `pack_mixer` returns `GatedAttention` for this module."""
+    return _MIXERS.get(type(module).__name__) is _gated_attention
+
+
 def can_pack_mixer(module: Module) -> bool:
     """Return whether all linear layers of an attention module are plain, not quantized ones, as `pack_mixer` needs."""
     products = [part for name, part in module.named_modules() if name.endswith("proj") or "_proj_" in name]

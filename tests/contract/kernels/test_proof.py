@@ -1,7 +1,7 @@
 """Kernels are compared with their twins before use: wrong ones are named, and others serve."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
-from baton_serve.engine.kernels.cpu.decoder_proof import PackedDecoder, SmallDecoder, Step, TwinDecoder
+from baton_serve.engine.kernels.cpu.decoder import DeltaStates
+from baton_serve.engine.kernels.cpu.decoder_proof import PackedDecoder, Rotation, SmallDecoder, Step, TwinDecoder
 from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers
 from baton_serve.engine.kernels.metadata import (
     AttentionBackend,
@@ -23,6 +24,7 @@ from baton_serve.engine.kernels.metadata import (
     Linear,
     Norm,
 )
+from baton_serve.engine.kernels.mixers import MixerShapes
 from baton_serve.engine.kernels.operations import ProofShapes, WeightFormat, different_specs
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates, ProvedKernels, prove_kernels
 from baton_serve.engine.kernels.prover import KernelCandidate, Made, Operation, Prover
@@ -230,6 +232,10 @@ def test_the_kernels_of_this_cpu_are_right_for_all_kinds_of_models() -> None:
         shapes = replace(SHAPES, dtype=dtype, cache_dtype=dtype, specs=specs, formats=(INT4,), has_experts=True)
         kernels = prove_kernels(kernel_candidates(CPU, dtype), shapes, CPU, folder=None)
         assert not wrong(kernels)
+    hybrid = MixerShapes(num_key_heads=3, num_heads=6, key_size=24, value_size=20, taps=4)
+    for dtype in (torch.float32, torch.bfloat16):
+        shapes = replace(SHAPES, dtype=dtype, cache_dtype=dtype, mixers=hybrid)
+        assert not wrong(prove_kernels(kernel_candidates(CPU, dtype), shapes, CPU, folder=None))
     coded = replace(SHAPES, cache_dtype=torch.int8, scale_rows=2)
     assert not wrong(prove_kernels(kernel_candidates(CPU, torch.float32), coded, CPU, folder=None))
     latent = replace(SHAPES, num_planes=1, num_kv_heads=1)
@@ -262,6 +268,32 @@ def test_a_decoder_that_ignores_a_rule_of_some_families_is_found(rule: dict[str,
     kernels = prove_kernels(candidates, shapes, CPU, folder=None)
     assert not kernels.has_decoder
     assert wrong(kernels) == ["decoder"]
+
+
+class Forgetful(TwinDecoder):
+    """Computes right logits, but does not keep the new states of layers with the delta rule."""
+
+    def __call__(
+        self,
+        residual: Tensor,
+        rotation: Rotation,
+        caches: list[Tensor],
+        metas: Sequence[AttentionMetadata],
+        logit_rows: Tensor | None,
+        states: DeltaStates | None,
+    ) -> Tensor:
+        if states is not None:
+            states = replace(states, layers=[(inputs.clone(), own.clone()) for inputs, own in states.layers])
+        return super().__call__(residual, rotation, caches, metas, logit_rows, states)
+
+
+def test_a_decoder_that_does_not_keep_the_states_of_a_hybrid_is_found() -> None:
+    mixers = MixerShapes(num_key_heads=2, num_heads=4, key_size=16, value_size=16, taps=4)
+    shapes = replace(SHAPES, dtype=torch.bfloat16, cache_dtype=torch.bfloat16)
+    candidates = KernelCandidates(decoders=(KernelCandidate("fake", lambda: Forgetful),))
+    assert prove_kernels(candidates, shapes, CPU, folder=None).has_decoder
+    kernels = prove_kernels(candidates, replace(shapes, mixers=mixers), CPU, folder=None)
+    assert not kernels.has_decoder and wrong(kernels) == ["decoder"]
 
 
 def test_the_package_of_intel_is_a_candidate_for_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:

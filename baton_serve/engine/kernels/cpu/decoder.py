@@ -1,4 +1,4 @@
-"""Run a whole dense decoder as one call of the C++ library, with weights that were packed once at load."""
+"""Run a whole decoder with ordinary MLPs as one call of the C++ library, with weights that were packed once at load."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -15,10 +15,37 @@ _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64,
 _AfterLayer = ctypes.CFUNCTYPE(_INT, _INT)
 _NOTHING = _AfterLayer()
 
+MAX_TAPS = 16
+"""Taps of a convolution that the C++ library supports at most (src/recurrent.cpp)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """The weights and sizes of the gated delta rule of a decoder layer, which is behind a short convolution and before
+    a gated norm. Each key head serves `num_heads` / `num_key_heads` value heads.
+    """
+
+    convolution: Tensor
+    """bf16 [channels, taps]; the channels are queries, keys and values side by side."""
+    log_rate: Tensor
+    """float32 [num_heads]: the logarithm of the rate of decay."""
+    step_bias: Tensor
+    """float32 [num_heads]: added to the time steps of the decay."""
+    norm: Norm
+    """A plain RMSNorm of each head's output, which is multiplied by silu(gate)."""
+    num_heads: int
+    num_key_heads: int
+    key_size: int
+    value_size: int
+
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """The packed weights, norms and attention rules of one decoder layer, as the C++ library reads them."""
+    """The packed weights, norms and attention rules of one decoder layer, as the C++ library reads them.
+
+    The outputs of `qkv` are queries, keys and values, then the gate if there is one. With `delta` they are queries,
+    keys, values and gate, and then the step sizes and the time steps of the heads.
+    """
 
     input_norm: Norm | None
     attention_norm: Norm | None
@@ -30,9 +57,25 @@ class DecoderLayer:
     output: Matrix
     gate_up: Matrix
     down: Matrix
-    spec: AttentionSpec
+    spec: AttentionSpec | None
+    """It is None for layers with the delta rule."""
     rotation: int = 0
     """Its number among the rotations of a step."""
+    has_output_gate: bool = False
+    """True if the output of attention is multiplied by the sigmoid of a gate."""
+    delta: DeltaRule | None = None
+    """None: the layer has attention."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaStates:
+    """The states that layers with the delta rule have for the sequences of a step, which the step updates in place."""
+
+    slots: Tensor
+    """int64 [num_seqs]: each sequence's batch slot."""
+    layers: Sequence[tuple[Tensor, Tensor]]
+    """By layer with the delta rule, of all batch slots: the inputs of its convolution, bf16 [num_slots, channels,
+    taps], and its states, float32 [num_slots, num_heads, key_size, value_size]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +101,17 @@ class _Norm(ctypes.Structure):
     _fields_ = (("weight", _POINTER), ("bias", _POINTER))
 
 
+class _Delta(ctypes.Structure):
+    """Mirrors the C struct `DeltaLayer` of src/decoder.cpp, field by field."""
+
+    _fields_ = (
+        *((name, _POINTER) for name in ("convolution", "log_rate", "step_bias", "norm", "inputs", "states")),
+        *((name, _LONG) for name in ("input_stride", "state_stride")),
+        *((name, _INT) for name in ("num_heads", "num_key_heads", "key_size", "value_size", "taps")),
+        ("epsilon", _FLOAT),
+    )
+
+
 class _Layer(ctypes.Structure):
     """Mirrors the C struct `DecoderLayer` of src/decoder.cpp, field by field."""
 
@@ -70,6 +124,8 @@ class _Layer(ctypes.Structure):
         ("softcap", _FLOAT),
         ("sliding_window", _INT),
         ("rotation", _INT),
+        ("has_output_gate", _INT),
+        ("delta", _Delta),
     )
 
 
@@ -80,9 +136,10 @@ class _Step(ctypes.Structure):
         ("layers", ctypes.POINTER(_Layer)),
         ("head", PackedMatrix),
         ("final_norm", _Norm),
-        *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "parallel", "logits")),
+        *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "parallel", "convolved")),
+        ("logits", _POINTER),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
-        *((name, _POINTER) for name in ("slots", "logit_rows", "added", "added_rows")),
+        *((name, _POINTER) for name in ("slots", "logit_rows", "state_slots", "added", "added_rows")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
         ("rotation_stride", _LONG),
@@ -112,8 +169,11 @@ class CpuDecoder:
         self._function.argtypes = [ctypes.POINTER(_Step)]
         self._function.restype = ctypes.c_int
         self._kept = (list(layers), rules, head)
-        self._sinks = [None if n.spec.sinks is None else n.spec.sinks.float().contiguous() for n in layers]
+        self._sinks = [_sinks(layer.spec) for layer in layers]
         self._layers = (_Layer * len(layers))(*map(_layer, layers, self._sinks))
+        # Views of some elements of the array.
+        self._attending = [made for made, layer in zip(self._layers, layers, strict=True) if layer.delta is None]
+        self._recurrent = [made for made, layer in zip(self._layers, layers, strict=True) if layer.delta is not None]
         self._scratch: tuple[Tensor, ...] = ()
         self._step = _Step(
             layers=self._layers,
@@ -122,8 +182,9 @@ class CpuDecoder:
             epsilon=rules.final_norm.eps,
         )
         self._step.num_layers, self._step.num_kv_heads = len(layers), rules.num_kv_heads
-        self._set_rules(rules, layers[0].query_norm)
+        self._set_rules(rules, next((layer.query_norm for layer in layers if layer.delta is None), None))
         self._caches: list[Tensor] | None = None
+        self._states: Sequence[tuple[Tensor, Tensor]] | None = None
         self._has_groups = False
 
     def __call__(
@@ -140,9 +201,10 @@ class CpuDecoder:
         what `after_layer` raises.
 
         `residual` holds the embeddings [num_tokens, hidden] and is overwritten. `rotation` is (cos, sin), both float32
-        [num_rotations, num_tokens, rotary_dim / 2]; `caches` are the layers' views of the KV cache; `after_layer` is
-        described in `StepInputs`. `added` is (rows, features): int64 [count], and bf16 [num_layers, count, hidden],
-        which are added to these rows of the outputs of the first layers (DeepStack).
+        [num_rotations, num_tokens, rotary_dim / 2]; `caches` are the views of the KV cache of the layers with
+        attention; `after_layer` is described in `StepInputs`. `added` is (rows, features): int64 [count], and bf16
+        [num_layers, count, hidden], which are added to these rows of the outputs of the first layers (DeepStack).
+        A model with the delta rule needs `use_states` before.
         """
         step, cos, sin = self._step, rotation[0].contiguous(), rotation[1].contiguous()
         self._point_at(caches)
@@ -192,24 +254,36 @@ class CpuDecoder:
         # The pointers of the layers change only with the cache, not with each step.
         self._caches, step = caches, self._step
         assert reads_cache(caches[0], torch.bfloat16)
-        for layer, cache in zip(self._layers, caches, strict=True):
+        for layer, cache in zip(self._attending, caches, strict=True):
             layer.cache = cache.data_ptr()
         strides = caches[0].stride()
         step.cache_block_stride, step.cache_value_offset = strides[0], strides[1]
         step.cache_head_stride, step.cache_token_stride = strides[2], strides[3]
         step.head_dim, step.block_tokens = caches[0].shape[4], caches[0].shape[3]
         step.codes = KV_CODES.get(caches[0].dtype, 0)
-        step.num_heads = self._layers[0].output.inputs // step.head_dim
+        step.num_heads = self._attending[0].output.inputs // step.head_dim
+
+    def use_states(self, states: DeltaStates) -> None:
+        """Let layers with the delta rule use these states, which must stay in memory, in the next step."""
+        self._step.state_slots = states.slots.data_ptr()
+        if states.layers is self._states:
+            return
+        self._states = states.layers
+        for layer, (inputs, matrices) in zip(self._recurrent, states.layers, strict=True):
+            assert inputs[0].is_contiguous() and matrices[0].is_contiguous()
+            delta = layer.delta
+            delta.inputs, delta.input_stride = inputs.data_ptr(), inputs.stride(0)
+            delta.states, delta.state_stride = matrices.data_ptr(), matrices.stride(0)
 
     def use_groups(self, layer_metas: Sequence[AttentionMetadata] | None) -> None:
         """Let each layer use the blocks of its own cache group in the next step. `layer_metas` has the batch of each
-        layer, which must stay in memory; None: all layers use those of the step.
+        layer with attention, which must stay in memory; None: all layers use those of the step.
         """
         if layer_metas is None and not self._has_groups:
             return
         self._has_groups = layer_metas is not None
-        metas = [None] * len(self._layers) if layer_metas is None else layer_metas
-        for layer, meta in zip(self._layers, metas, strict=True):
+        metas = [None] * len(self._attending) if layer_metas is None else layer_metas
+        for layer, meta in zip(self._attending, metas, strict=True):
             assert meta is None or meta.block_tables.is_contiguous()
             layer.block_tables = None if meta is None else meta.block_tables.data_ptr()
             layer.slots = None if meta is None else meta.slots.data_ptr()
@@ -217,11 +291,20 @@ class CpuDecoder:
     def _make_room(self, num_tokens: int) -> None:
         if self._scratch and len(self._scratch[0]) >= num_tokens:
             return
-        first, step = self._layers[0], self._step
-        parallel = first.qkv.inputs if step.is_parallel else 0
-        widths = (first.qkv.inputs, first.qkv.outputs, first.output.inputs, first.down.inputs, parallel)
+        layers, step = self._layers, self._step
+        hidden = layers[0].qkv.inputs
+        widths = (
+            hidden,
+            max(layer.qkv.outputs for layer in layers),
+            max(layer.output.inputs for layer in layers),
+            max(layer.down.inputs for layer in layers),
+            hidden if step.is_parallel else 0,
+            max(layer.qkv.outputs for layer in self._recurrent) if self._recurrent else 0,
+        )
         self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
-        step.normed, step.heads, step.attended, step.gated, step.parallel = (part.data_ptr() for part in self._scratch)
+        step.normed, step.heads, step.attended, step.gated, step.parallel, step.convolved = (
+            part.data_ptr() for part in self._scratch
+        )
 
 
 class _Calls:
@@ -244,7 +327,7 @@ class _Calls:
 
 
 def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
-    return _Layer(
+    made = _Layer(
         qkv=as_argument(layer.qkv),
         output=as_argument(layer.output),
         gate_up=as_argument(layer.gate_up),
@@ -256,11 +339,36 @@ def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
         query_norm=_norm(layer.query_norm),
         key_norm=_norm(layer.key_norm),
         sinks=_at(sinks),
-        scale=layer.spec.scale,
-        softcap=layer.spec.softcap or 0.0,
-        sliding_window=layer.spec.sliding_window or 0,
         rotation=layer.rotation,
+        has_output_gate=layer.has_output_gate,
     )
+    if layer.spec is not None:
+        made.scale, made.softcap = layer.spec.scale, layer.spec.softcap or 0.0
+        made.sliding_window = layer.spec.sliding_window or 0
+    if layer.delta is not None:
+        made.delta = _delta(layer.delta)
+    return made
+
+
+def _delta(rule: DeltaRule) -> _Delta:
+    assert rule.convolution.is_contiguous() and norm_kind(rule.norm) == 0
+    return _Delta(
+        convolution=rule.convolution.data_ptr(),
+        log_rate=rule.log_rate.data_ptr(),
+        step_bias=rule.step_bias.data_ptr(),
+        norm=rule.norm.weight.data_ptr(),
+        num_heads=rule.num_heads,
+        num_key_heads=rule.num_key_heads,
+        key_size=rule.key_size,
+        value_size=rule.value_size,
+        taps=rule.convolution.shape[1],
+        epsilon=rule.norm.eps,
+    )
+
+
+def _sinks(spec: AttentionSpec | None) -> Tensor | None:
+    """Return the attention sinks of a layer, float32 [num_heads]; None if it has none."""
+    return None if spec is None or spec.sinks is None else spec.sinks.float().contiguous()
 
 
 def _norm(norm: Norm | None) -> _Norm:

@@ -1,8 +1,9 @@
 """Proves the call of C++ that computes all layers of a decoder, on a decoder of two small random layers.
 
 One layer has biases and norms of heads and the other has none, so that both kinds of models are covered. Decoders
-of several kinds cover the places and kinds of norms, activations and rotations of all families. Heads have the
-model's size and weights its format; the twin computes the layers step by step in plain torch.
+of several kinds cover the places and kinds of norms, activations and rotations of all families. For a model with the
+gated delta rule, one decoder has it in its first layer, and attention with a gate in the second. Heads have the model's
+size and weights its format; the twin computes the layers step by step in plain torch.
 """
 
 import ctypes
@@ -13,9 +14,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules
+from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules, DeltaRule, DeltaStates
 from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, pack, pack_codes
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
+from baton_serve.engine.kernels.mixer_operations import LOG_RATE, NUM_SLOTS
+from baton_serve.engine.kernels.mixers import DeltaHeads, MixerShapes, PackedSequences
 from baton_serve.engine.kernels.operations import (
     EPS,
     MIXED,
@@ -29,15 +32,18 @@ from baton_serve.engine.kernels.operations import (
 from baton_serve.engine.kernels.prover import Operation
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
+from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 HIDDEN, INNER, VOCAB_SIZE = 128, 128, 96
 MAX_KV_HEADS = 2
 
 Rotation = tuple[Tensor, Tensor]
-Step = Callable[[Tensor, Rotation, list[Tensor], Sequence[AttentionMetadata], Tensor | None], Tensor]
-"""Computes the logits of a step from embeddings, cos and sin, the layers' caches, the batch of each layer, and the rows
-with logits."""
+Step = Callable[
+    [Tensor, Rotation, list[Tensor], Sequence[AttentionMetadata], Tensor | None, DeltaStates | None], Tensor
+]
+"""Computes the logits of a step from embeddings, cos and sin, the caches and batches of layers with attention, the rows
+with logits, and the states of layers with the delta rule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,8 @@ class SmallLayer:
     gate_up: Tensor | QuantizedWeight
     down: Tensor | QuantizedWeight
     spec: AttentionSpec
+    has_output_gate: bool = False
+    delta: DeltaRule | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +93,8 @@ class DecoderKind:
     is_interleaved: bool = False
     is_gelu: bool = False
     residual_scale: float = 1.0
+    is_hybrid: bool = False
+    """True if the first layer has the gated delta rule, and the second one attention with a gate."""
 
 
 LLAMA = DecoderKind("")
@@ -93,6 +103,7 @@ OTHER_KINDS = (
     DecoderKind(", as OLMo", has_norms_before=False, has_norms_behind=True, has_wide_norms=True),
     DecoderKind(", as Cohere", is_centered=True, is_parallel=True, is_interleaved=True),
 )
+HYBRID = DecoderKind(", as Qwen 3.5", has_offset=True, is_hybrid=True)
 
 
 class DecoderKernel(Protocol):
@@ -118,8 +129,11 @@ class PackedDecoder:
             caches: list[Tensor],
             metas: Sequence[AttentionMetadata],
             logit_rows: Tensor | None,
+            states: DeltaStates | None,
         ) -> Tensor:
             packed.use_groups(None if metas[0] is metas[-1] else metas)
+            if states is not None:
+                packed.use_states(states)
             return packed(residual, rotation, caches, metas[0], logit_rows)
 
         return step
@@ -138,6 +152,8 @@ class PackedDecoder:
             gate_up=self._packed(layer.gate_up, None, takes_turns=True),
             down=self._packed(layer.down, None),
             spec=layer.spec,
+            has_output_gate=layer.has_output_gate,
+            delta=layer.delta,
         )
 
     def _packed(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
@@ -164,6 +180,7 @@ class TwinDecoder:
         caches: list[Tensor],
         metas: Sequence[AttentionMetadata],
         logit_rows: Tensor | None,
+        states: DeltaStates | None,
     ) -> Tensor:
         layers, rules = self._decoder.layers, self._decoder.rules
         gate = twin.gelu_mul if rules.is_gelu else twin.silu_mul
@@ -171,8 +188,14 @@ class TwinDecoder:
         rotation = (rotation[0][0].repeat(1, 2), rotation[1][0].repeat(1, 2))
         x = _normed(residual, layers[0].input_norm)
         following = [*(layer.input_norm for layer in layers[1:]), rules.final_norm]
-        for layer, cache, meta, after in zip(layers, caches, metas, following, strict=True):
-            attended = twin.linear(self._attend(layer, x, rotation, cache, meta), layer.output, None)
+        places = iter(zip(caches, metas, strict=True))
+        for layer, after in zip(layers, following, strict=True):
+            if layer.delta is None:
+                mixed = self._attend(layer, x, rotation, *next(places))
+            else:
+                assert states is not None
+                mixed = self._apply_delta_rule(layer, layer.delta, x, metas[0], states)
+            attended = twin.linear(mixed, layer.output, None)
             residual += _normed(attended, layer.attention_norm) * rules.residual_scale
             if not rules.is_parallel:
                 x = _normed(residual, layer.mlp_norm)
@@ -187,6 +210,8 @@ class TwinDecoder:
         rules, dim = self._decoder.rules, self._decoder.head_dim
         count = rules.num_kv_heads
         heads = twin.linear(normed, layer.qkv, layer.qkv_bias).view(len(normed), -1, dim)
+        gates = heads.shape[1] // 2 - count if layer.has_output_gate else 0
+        heads, gate = torch.split(heads, [heads.shape[1] - gates, gates], dim=1)
         query, key, value = torch.split(heads, [heads.shape[1] - 2 * count, count, count], dim=1)
         if layer.head_norms is not None:
             rows = [part.flatten(1) if rules.has_wide_norms else part for part in (query, key)]
@@ -194,7 +219,24 @@ class TwinDecoder:
             query, key = (_normed(row, norm).reshape(part.shape) for row, norm, part in pairs)
         query = query.contiguous()
         twin.rotary_store(query, key, value, rotation, cache, meta.slots, interleaved=rules.is_interleaved)
-        return self._attention.attend(query, cache, meta, layer.spec).flatten(1)
+        attended = self._attention.attend(query, cache, meta, layer.spec).flatten(1)
+        return twin_mixers.sigmoid_gate(attended, gate.flatten(1)) if layer.has_output_gate else attended
+
+    @staticmethod
+    def _apply_delta_rule(
+        layer: SmallLayer, rule: DeltaRule, normed: Tensor, meta: AttentionMetadata, states: DeltaStates
+    ) -> Tensor:
+        sequences, (inputs, matrices) = (
+            PackedSequences(meta.query_starts, states.slots, meta.max_query_len),
+            states.layers[0],
+        )
+        sizes = [len(rule.convolution), rule.num_heads * rule.value_size, rule.num_heads, rule.num_heads]
+        product = twin.linear(normed, layer.qkv, layer.qkv_bias)
+        qkv, gate, beta, steps = torch.split(product, sizes, dim=1)
+        qkv = twin_mixers.convolve(qkv, rule.convolution, None, inputs, sequences, has_silu=True)
+        heads = DeltaHeads(qkv, beta, steps, rule.log_rate, rule.step_bias, rule.num_key_heads, rule.key_size)
+        output = twin_mixers.delta_rule(heads, matrices, sequences)
+        return twin_mixers.gated_norm(output, gate.view(output.shape), rule.norm).flatten(1)
 
 
 def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
@@ -206,8 +248,9 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
     draw = Draw(host, shapes.dtype)
     ratio, num_kv_heads = shapes.num_heads // shapes.num_kv_heads, min(MAX_KV_HEADS, shapes.num_kv_heads)
     small = replace(shapes, num_kv_heads=num_kv_heads, num_heads=ratio * num_kv_heads)
+    others = (*OTHER_KINDS, HYBRID) if _has_delta_rule(shapes.mixers) else OTHER_KINDS
     found = []
-    for kind, form in [(LLAMA, None), *((LLAMA, form) for form in shapes.formats), *((k, None) for k in OTHER_KINDS)]:
+    for kind, form in [(LLAMA, None), *((LLAMA, form) for form in shapes.formats), *((k, None) for k in others)]:
         decoder = _draw_decoder(small, kind, form, draw)
         weights = [weight for layer in decoder.layers for weight in (layer.qkv, layer.gate_up, layer.down)]
         if all(can_pack(weight) for weight in weights if isinstance(weight, QuantizedWeight)):
@@ -216,6 +259,10 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
             shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}{kind.label}"
             found.append(Operation("decoder", shape, _run(decoder, small, draw, kind), 2 * shapes.tolerance))
     return found
+
+
+def _has_delta_rule(mixers: MixerShapes) -> bool:
+    return bool(mixers.num_heads) and not mixers.has_channel_decay
 
 
 def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | None, draw: Draw) -> SmallDecoder:
@@ -233,6 +280,7 @@ def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | N
     def head_norms() -> tuple[Norm, Norm]:
         return (norm(queries), norm(shapes.num_kv_heads * dim)) if kind.has_wide_norms else (norm(dim), norm(dim))
 
+    gates = queries if kind.is_hybrid else 0
     layers = [
         SmallLayer(
             input_norm=norm() if kind.has_norms_before else None,
@@ -240,15 +288,21 @@ def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | N
             mlp_norm=norm() if kind.has_norms_before and not kind.is_parallel else None,
             mlp_output_norm=norm() if kind.has_norms_behind else None,
             head_norms=head_norms() if has_extras else None,
-            qkv=weight(rows, HIDDEN),
-            qkv_bias=draw.values(rows) if has_extras else None,
+            qkv=weight(rows + gates, HIDDEN),
+            qkv_bias=draw.values(rows + gates) if has_extras else None,
             output=weight(HIDDEN, queries),
             gate_up=weight(2 * INNER, HIDDEN),
             down=weight(HIDDEN, INNER),
             spec=_cut_heads(shapes.specs[number % len(shapes.specs)], heads),
+            has_output_gate=kind.is_hybrid,
         )
         for number, has_extras in enumerate((False, True))
     ]
+    if kind.is_hybrid:
+        rule = _draw_delta_rule(shapes.mixers, draw)
+        values = rule.num_heads * rule.value_size
+        qkv, output = weight(len(rule.convolution) + values + 2 * rule.num_heads, HIDDEN), weight(HIDDEN, values)
+        layers[0] = replace(layers[0], qkv=qkv, output=output, has_output_gate=False, delta=rule)
     head = draw.values(VOCAB_SIZE, HIDDEN).div(HIDDEN**0.5)
     rules = DecoderRules(
         shapes.num_kv_heads,
@@ -262,6 +316,23 @@ def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | N
     return SmallDecoder(layers, rules, head, dim)
 
 
+def _draw_delta_rule(mixers: MixerShapes, draw: Draw) -> DeltaRule:
+    # Two key heads, as of attention: more would only take longer.
+    key_heads = min(MAX_KV_HEADS, mixers.num_key_heads)
+    heads = key_heads * (mixers.num_heads // mixers.num_key_heads)
+    channels = 2 * key_heads * mixers.key_size + heads * mixers.value_size
+    return DeltaRule(
+        convolution=draw.values(channels, mixers.taps),
+        log_rate=draw.normal(heads) + LOG_RATE,
+        step_bias=draw.normal(heads),
+        norm=Norm(draw.values(mixers.value_size), EPS),
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_size=mixers.key_size,
+        value_size=mixers.value_size,
+    )
+
+
 def _cut_heads(spec: AttentionSpec, num_heads: int) -> AttentionSpec:
     return spec if spec.sinks is None else replace(spec, sinks=spec.sinks[:num_heads])
 
@@ -272,18 +343,31 @@ def _run(
     batch = CacheBatch(shapes, MIXED, draw)
     # Layers of cache groups find their KV in other blocks.
     metas = [batch.meta, batch.meta if kind is LLAMA else _in_other_blocks(batch.meta, len(batch.tensor), shapes)]
+    attending = [number for number, layer in enumerate(decoder.layers) if layer.delta is None]
     embeddings = draw.values(batch.num_tokens, HIDDEN)
     angles = draw.normal(1, batch.num_tokens, shapes.head_dim // 2)
     rows = (batch.meta.query_starts[1:] - 1).long()
+    rule = decoder.layers[0].delta
+    states = None if rule is None else _draw_states(rule, draw)
 
     def run(kernel: DecoderKernel) -> tuple[Tensor, ...]:
         stored = batch.tensor.clone()
-        caches = [batch.layer(stored, number) for number in range(2)]
+        caches = [batch.layer(stored, number) for number in attending]
+        own = None if states is None else replace(states, layers=[(x.clone(), m.clone()) for x, m in states.layers])
         step = kernel(decoder)
-        logits = step(embeddings.clone(), (angles.cos(), angles.sin()), caches, metas, rows)
-        return (logits, *batch.read(stored))
+        rotation = (angles.cos(), angles.sin())
+        logits = step(embeddings.clone(), rotation, caches, [metas[number] for number in attending], rows, own)
+        changed = () if own is None else tuple(part for layer in own.layers for part in layer)
+        return (logits, *batch.read(stored), *changed)
 
     return run
+
+
+def _draw_states(rule: DeltaRule, draw: Draw) -> DeltaStates:
+    """Return random states of batch slots, of which the sequences of a batch use some."""
+    inputs = draw.values(NUM_SLOTS, *rule.convolution.shape)
+    matrices = draw.normal(NUM_SLOTS, rule.num_heads, rule.key_size, rule.value_size)
+    return DeltaStates(torch.tensor([4, 1, 0, 3]), [(inputs, matrices)])
 
 
 def _in_other_blocks(meta: AttentionMetadata, num_blocks: int, shapes: ProofShapes) -> AttentionMetadata:

@@ -1,5 +1,6 @@
-// All layers of a dense decoder in one call, on packed bf16 weights, with as few passes over memory as possible. The
-// families of models differ in where the norms stand, their kind, scales, activation and rotation.
+// All layers of a decoder with ordinary MLPs in one call, on packed weights, with as few passes over memory as possible. The
+// families of models differ in where the norms stand, their kind, scales, activation and rotation. Layers may have the gated
+// delta rule in place of attention.
 #include "arguments.h"
 #include "linear.h"
 #include "rows.h"
@@ -12,6 +13,19 @@ struct NormWeights {
   const void *weight, *bias;  // null: none
 };
 
+// The gated delta rule behind a short convolution and before a gated norm. The columns of the product `qkv` are query, key and
+// value, then the gate, then the step sizes and the time steps of the heads.
+struct DeltaLayer {
+  const void* convolution;             // [channels, taps]
+  const float *log_rate, *step_bias;   // [num_heads]
+  const void* norm;                    // [value_size]
+  void* inputs;                        // of the convolution: [channels, taps] of each batch slot
+  float* states;                       // [num_heads, key_size, value_size] of each batch slot
+  int64_t input_stride, state_stride;  // from one batch slot to the next, in elements
+  int32_t num_heads, num_key_heads, key_size, value_size, taps;  // num_heads 0: the layer has attention
+  float epsilon;
+};
+
 struct DecoderLayer {
   PackedMatrix qkv, output, gate_up, down;
   NormWeights input_norm, attention_norm, mlp_norm, mlp_output_norm;  // before and behind attention and the MLP
@@ -22,6 +36,8 @@ struct DecoderLayer {
   const int64_t* slots;
   float scale, softcap;
   int32_t sliding_window, rotation;  // rotation: its number in the step's cos and sin
+  int32_t has_output_gate;  // attention's output is multiplied by the sigmoid of a gate, the last columns of `qkv`
+  DeltaLayer delta;
 };
 
 struct StepArguments {
@@ -29,11 +45,12 @@ struct StepArguments {
   PackedMatrix head;
   NormWeights final_norm;
   void* residual;                         // [num_tokens, hidden]: embeddings, destroyed
-  void *normed, *heads, *attended, *gated, *parallel;  // scratch, rows as wide as their matrices
+  void *normed, *heads, *attended, *gated, *parallel, *convolved;  // scratch, rows as wide as their matrices
   void* logits;                           // [num_logits, vocabulary]
   const float *cos, *sin;                 // [num_rotations, num_tokens, rotary_dim / 2]
   const int32_t *query_starts, *context_lens, *block_tables;
   const int64_t *slots, *logit_rows;      // logit_rows ascend; null: every token
+  const int64_t* state_slots;             // [num_seqs]: batch slots of recurrent states
   const void* added;                      // [num_added_layers, num_added, hidden]: joins the outputs of the first layers
   const int64_t* added_rows;              // [num_added]: to which tokens
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
@@ -44,7 +61,9 @@ struct StepArguments {
   int32_t has_wide_norms;    // queries and keys have one norm over all heads, not one for each
   int32_t head_norm_stride;  // from the norm weights of a head to those of the next; 0: all have the same
   float epsilon, residual_scale;
-  int32_t (*after_layer)(int32_t layer);  // called after its K and V were stored and read; the step ends unless it returns 0. May be null
+  // Called with the number of a layer with attention among these after its K and V were stored and read; the step ends unless
+  // it returns 0. May be null.
+  int32_t (*after_layer)(int32_t number);
 };
 
 }  // extern "C"
@@ -53,31 +72,34 @@ namespace {
 
 constexpr int BF16 = 1;
 constexpr int64_t PARALLEL_ROWS = 64;
+constexpr int64_t PARALLEL_STATES = 1 << 16;  // elements of states and tokens worth a second thread
 
 struct Step {
   const StepArguments& a;
-  const int hidden, width, query_width;  // width: of query, key and value heads together
+  const int hidden, query_width;
   int64_t rows;
 
   explicit Step(const StepArguments& arguments)
-      : a(arguments),
-        hidden(a.layers[0].qkv.inputs),
-        width((a.num_heads + 2 * a.num_kv_heads) * a.head_dim),
-        query_width(a.num_heads * a.head_dim),
-        rows(a.num_tokens) {}
+      : a(arguments), hidden(a.layers[0].qkv.inputs), query_width(a.num_heads * a.head_dim), rows(a.num_tokens) {}
 
   bool run() {
+    int num_attended = 0;
     const void* x = normed(a.layers[0].input_norm);
     const Epilogue gate = a.has_no_gate ? GELU : a.activation == GELU_TANH ? GELU_GATED : GATED;
     for (int number = 0; number < a.num_layers; number++) {
       const DecoderLayer& layer = a.layers[number];
       const bool is_last = number + 1 == a.num_layers;
-      if (!product(layer.qkv, x, a.heads, width)) return false;
-      if (layer.query_norm.weight) norm_heads(layer);
-      store(layer);
-      if (!attend(layer)) return false;
-      if (a.after_layer && a.after_layer(number)) return true;
-      if (is_last && a.logit_rows) keep_logit_rows();
+      if (!product(layer.qkv, x, a.heads, layer.qkv.outputs)) return false;
+      if (layer.delta.num_heads) {
+        apply_delta_rule(layer);
+      } else {
+        if (layer.query_norm.weight) norm_heads(layer);
+        store(layer);
+        if (!attend(layer)) return false;
+        if (layer.has_output_gate) apply_output_gate(layer);
+        if (a.after_layer && a.after_layer(num_attended++)) return true;
+      }
+      if (is_last && a.logit_rows) keep_logit_rows(layer);
       // With parallel layers, the MLP reads what attention has read.
       void* output = a.is_parallel ? a.parallel : a.normed;
       if (!product(layer.output, a.attended, output, hidden)) return false;
@@ -137,12 +159,51 @@ struct Step {
     }
   }
 
+  void apply_delta_rule(const DecoderLayer& layer) const {
+    const DeltaLayer& delta = layer.delta;
+    const int values = delta.num_heads * delta.value_size, channels = 2 * delta.num_key_heads * delta.key_size + values;
+    const int64_t stride = layer.qkv.outputs;
+    const bf16 *gate = (const bf16*)a.heads + channels, *beta = gate + values;
+    ConvolutionArguments convolution{};
+    convolution.input = a.heads, convolution.weight = delta.convolution, convolution.states = delta.inputs;
+    convolution.starts = a.query_starts, convolution.slots = a.state_slots, convolution.output = a.convolved;
+    convolution.input_stride = stride, convolution.state_stride = delta.input_stride, convolution.num_seqs = a.num_seqs;
+    convolution.num_channels = channels, convolution.taps = delta.taps, convolution.dtype = BF16, convolution.has_silu = 1;
+    convolution.num_threads = threads_for(channels * delta.taps);
+    baton_convolution(&convolution);
+    DeltaPromptArguments rule{};
+    rule.qkv = a.convolved, rule.beta = beta, rule.step = beta + delta.num_heads;
+    rule.log_rate = delta.log_rate, rule.step_bias = delta.step_bias, rule.states = delta.states;
+    rule.starts = a.query_starts, rule.slots = a.state_slots, rule.output = a.attended;
+    rule.qkv_stride = channels, rule.beta_stride = rule.step_stride = stride, rule.state_stride = delta.state_stride;
+    rule.num_seqs = a.num_seqs, rule.num_heads = delta.num_heads, rule.num_key_heads = delta.num_key_heads;
+    rule.key_size = delta.key_size, rule.value_size = delta.value_size, rule.dtype = BF16;
+    rule.num_threads = threads_for(values * delta.key_size);
+    baton_delta_prompt(&rule);
+    GatedNormArguments norm{};
+    norm.input = norm.output = a.attended, norm.gate = gate, norm.weight = delta.norm;
+    norm.input_stride = values, norm.gate_stride = stride, norm.num_rows = rows;
+    norm.num_heads = delta.num_heads, norm.size = delta.value_size, norm.dtype = BF16;
+    norm.num_threads = a.num_threads, norm.epsilon = delta.epsilon;
+    baton_gated_norm(&norm);
+  }
+
+  int threads_for(int64_t elements) const { return rows * elements < PARALLEL_STATES ? 1 : a.num_threads; }
+
+  void apply_output_gate(const DecoderLayer& layer) const {
+    GateArguments gate{};
+    gate.gate = (const bf16*)a.heads + layer.qkv.outputs - query_width, gate.up = gate.output = a.attended;
+    gate.gate_stride = layer.qkv.outputs, gate.up_stride = query_width, gate.num_rows = rows;
+    gate.size = query_width, gate.dtype = BF16, gate.num_threads = a.num_threads, gate.activation = SIGMOID;
+    baton_gate(&gate);
+  }
+
   void norm_heads(const DecoderLayer& layer) const {
     const int key_heads = a.has_wide_norms ? 1 : a.num_kv_heads, query_heads = a.has_wide_norms ? 1 : a.num_heads;
     const int query_size = query_width / query_heads, key_size = a.num_kv_heads * a.head_dim / key_heads;
 #pragma omp parallel for schedule(static) num_threads(a.num_threads) if (rows >= PARALLEL_ROWS)
     for (int64_t token = 0; token < rows; token++) {
-      bf16* heads = (bf16*)a.heads + token * width;
+      bf16* heads = (bf16*)a.heads + token * layer.qkv.outputs;
       norm_each(heads, layer.query_norm, query_heads, query_size);
       norm_each(heads + query_width, layer.key_norm, key_heads, key_size);
     }
@@ -160,7 +221,7 @@ struct Step {
     store.query = query, store.key = key, store.value = value;
     store.cos = a.cos + layer.rotation * a.rotation_stride, store.sin = a.sin + layer.rotation * a.rotation_stride;
     store.cache = layer.cache, store.slots = layer.slots ? layer.slots : a.slots, store.interleaved = a.is_interleaved;
-    store.query_token_stride = store.key_token_stride = store.value_token_stride = width;
+    store.query_token_stride = store.key_token_stride = store.value_token_stride = layer.qkv.outputs;
     store.query_head_stride = store.key_head_stride = store.value_head_stride = a.head_dim;
     store.cache_block_stride = a.cache_block_stride, store.cache_value_offset = a.cache_value_offset;
     store.cache_head_stride = a.cache_head_stride, store.cache_token_stride = a.cache_token_stride;
@@ -177,7 +238,7 @@ struct Step {
     attend.query_starts = a.query_starts, attend.context_lens = a.context_lens;
     attend.block_tables = layer.block_tables ? layer.block_tables : a.block_tables;
     attend.sinks = layer.sinks;
-    attend.query_token_stride = width, attend.query_head_stride = a.head_dim;
+    attend.query_token_stride = layer.qkv.outputs, attend.query_head_stride = a.head_dim;
     attend.cache_block_stride = a.cache_block_stride, attend.cache_value_offset = a.cache_value_offset;
     attend.cache_head_stride = a.cache_head_stride, attend.cache_token_stride = a.cache_token_stride;
     attend.table_stride = a.table_stride, attend.num_seqs = a.num_seqs;
@@ -189,9 +250,9 @@ struct Step {
   }
 
   // Keep only the tokens whose logits are wanted. Rows move towards the start, so none is overwritten before it has moved.
-  void keep_logit_rows() {
+  void keep_logit_rows(const DecoderLayer& layer) {
     for (int64_t i = 0; i < a.num_logits; i++) {
-      move_row(a.attended, query_width, a.logit_rows[i], i);
+      move_row(a.attended, layer.output.inputs, a.logit_rows[i], i);
       move_row(a.residual, hidden, a.logit_rows[i], i);
       if (a.is_parallel) move_row(a.normed, hidden, a.logit_rows[i], i);
     }
