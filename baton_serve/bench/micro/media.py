@@ -1,6 +1,6 @@
 """Measure images and speech without a server, with random weights: Qwen2.5-VL 7B and Whisper large-v3.
 
-`baton-bench media [--device auto] [--cases images speech] [--image-size 1024] [--windows 32] [--json]`
+`baton-bench media [--device auto] [--cases images speech] [--image-size 1024] [--windows 32] [--max-s 600] [--json]`
 
 Images: the limit of TTFT with a new image is the vision tower alone plus a text prompt of as many tokens, and the limit
 with an image whose prefix is cached is a text prompt with as long a cached prefix. Speech: windows are encoded, and
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from baton_serve.bench.micro.media_shapes import write_media_shape
+from baton_serve.bench.progress import BenchProgress
 from baton_serve.bench.report import Row, show
 from baton_serve.bench.serving.datasets import random_image
 from baton_serve.contracts.block_hash import root_hash
@@ -153,14 +154,16 @@ class ImageCases:
         return self._works.engine.stats().prefix_hit_tokens - before, seconds
 
 
-def tower_s(options: argparse.Namespace, config: EngineConfig) -> float:
+def tower_s(options: argparse.Namespace, config: EngineConfig, progress: BenchProgress) -> float:
     """Return the median seconds in which the vision tower encodes an image alone, from host memory."""
     target = device.select_device(options.device)
+    progress.stage("loading the tower alone")
     tower = load_tower(config, target, torch.bfloat16)
     assert tower is not None, "the shape reads images"
     file = random_image(np.random.default_rng(3).bytes, options.image_size, options.image_size)
     (picture,) = tower.reader.read([file]).values()
     assert isinstance(picture, DecodedImage)
+    progress.stage("encoding by the tower alone")
     return median_s(target, lambda: tower.encode(picture), options.rounds)
 
 
@@ -185,17 +188,18 @@ def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: statistics.median(found) for name, found in values.items()}
 
 
-def image_rows(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+def image_rows(options: argparse.Namespace, folder: Path, progress: BenchProgress) -> Iterator[Row]:
     """Measure images with the model of a folder and yield the rows."""
     config = engine_config(options, folder, max_num_seqs=8, max_model_len=options.max_model_len)
-    tower = tower_s(options, config)
+    tower = tower_s(options, config, progress)
     yield row("image: tower alone", tower * 1e3, "ms")
     release(options)
-    with Engine(config) as engine:
+    with Engine(config, progress=progress.stage) as engine:
         cases = ImageCases(engine, folder, side=options.image_size, text_tokens=options.text_tokens)
+        progress.stage("two rounds to warm up")
         for _ in range(2):
-            cases.round()  # warm up: libraries load code for each size
-        found = medians([cases.round() for _ in range(options.rounds)])
+            cases.round()  # libraries load code for each size
+        found = medians([cases.round() for _ in progress.rounds(options.rounds)])
     yield row("image: tokens", cases.image_tokens, "tok")
     yield row("image: decode and preprocess a file", found["read"] * 1e3, "ms")
     yield row("image: text prompt of as many tokens", found["new text"] * 1e3, "ms")
@@ -220,9 +224,9 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     from baton_serve.bench.micro.media_speech import speech_rows  # uses the parts of this module
 
     for case in options.cases:
-        with tempfile.TemporaryDirectory() as made:
+        with tempfile.TemporaryDirectory() as made, BenchProgress(case, options.max_s) as progress:
             folder = write_media_shape(case, Path(made), is_small=options.small)
-            yield from (image_rows if case == "images" else speech_rows)(options, folder)
+            yield from (image_rows if case == "images" else speech_rows)(options, folder, progress)
         release(options)
 
 
@@ -235,6 +239,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--windows", type=int, default=32, help="windows of speech that are given at once")
     made.add_argument("--tokens", type=int, default=100, help="tokens to which each window is decoded")
     made.add_argument("--rounds", type=int, default=9, help="repetitions of each case, of which the median is taken")
+    made.add_argument(
+        "--max-s",
+        type=float,
+        default=600.0,
+        help="longest time of each case in seconds: rounds end early for it, and what hangs is ended by status 1",
+    )
     made.add_argument("--max-model-len", type=int, default=4096, help="longest prompt with an image, in tokens")
     made.add_argument(
         "--gpu-memory-utilization", type=float, default=0.8, help="fraction of the device's memory that the engine uses"

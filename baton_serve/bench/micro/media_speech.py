@@ -11,6 +11,7 @@ import torch
 
 from baton_serve.audio_samples import wav_of
 from baton_serve.bench.micro.media import Works, engine_config, median_s, medians, release, row
+from baton_serve.bench.progress import BenchProgress
 from baton_serve.bench.report import Row
 from baton_serve.contracts.media import digest_of, source_span
 from baton_serve.contracts.messages import Work
@@ -98,17 +99,19 @@ def window_seconds(config: HfConfig) -> float:
     return positions / 50
 
 
-def speech_rows(options: argparse.Namespace, folder: Path) -> Iterator[Row]:
+def speech_rows(options: argparse.Namespace, folder: Path, progress: BenchProgress) -> Iterator[Row]:
     """Measure speech with the model of a folder and yield the rows."""
     config = engine_config(options, folder, max_num_seqs=max(8, options.windows))
     window_s = window_seconds(read_config(folder, config))
     for batch in sorted({1, options.windows}):
+        progress.stage(f"encoder alone, {batch} windows")
         yield row(f"speech: encoder alone, {batch} windows", encoder_s(options, config, folder, batch) * 1e3, "ms")
         release(options)
-    with Engine(config) as engine:
+    with Engine(config, progress=progress.stage) as engine:
         cases = SpeechCases(engine, window_s, options.tokens)
-        cases.round(options.windows)  # warm up: libraries load code for each size
-        found = medians([cases.round(options.windows) for _ in range(options.rounds)])
+        progress.stage("a round to warm up")
+        cases.round(options.windows)  # libraries load code for each size
+        found = medians([cases.round(options.windows) for _ in progress.rounds(options.rounds)])
     yield row("speech: decode and preprocess a file", found["read"] * 1e3, "ms")
     yield row("speech: first token of a window", found["first token"] * 1e3, "ms")
     rest = (found["one"] - found["first token"]) / max(1, options.tokens - 1)

@@ -76,7 +76,7 @@ def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype
     `ModelError` if that fails.
     """
     reader = HFAudioReader(folder)
-    module = _load(config, folder, dtype).to(target).eval().requires_grad_(False)
+    module = _load(config, folder, dtype, target).to(target).eval().requires_grad_(False)
     encoder = SpeechEncoder(module, reader, target)
     try:
         # Found now, an extractor that does not fit the encoder fails no request.
@@ -89,9 +89,9 @@ def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype
     return encoder
 
 
-def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
-    """Load the audio encoder of the model in a folder into host memory. transformers builds it with a decoder, which
-    gets no layers here.
+def _load(config: EngineConfig, folder: Path, dtype: torch.dtype, target: torch.device) -> nn.Module:
+    """Load the audio encoder of the model in a folder into host memory; random weights are drawn on `target`.
+    transformers builds the encoder with a decoder, which gets no layers here.
     """
     import transformers
 
@@ -103,7 +103,8 @@ def _load(config: EngineConfig, folder: Path, dtype: torch.dtype) -> nn.Module:
         if config.load_format == "dummy":
             # All instances with this seed must have the same encoder, because they exchange the KV of sources.
             torch.manual_seed(config.seed)
-            return cast(nn.Module, kind.from_config(alone, dtype=dtype).encoder)
+            with target:
+                return cast(nn.Module, kind.from_config(alone, dtype=dtype).encoder)
         with quiet_transformers():
             module, report = kind.from_pretrained(
                 folder,

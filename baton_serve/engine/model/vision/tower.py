@@ -111,7 +111,7 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
         return None
     reader = HFImageReader(folder, family)
     hf_config = read_config(folder, config)
-    module = _load(folder, hf_config, config, dtype)
+    module = _load(folder, hf_config, config, dtype, target)
     use_window_attention(module)
     tower = VisionTower(module.to(target).eval().requires_grad_(False), family, reader, target)
     width = _try(tower, folder, hf_config.get_text_config())
@@ -123,9 +123,11 @@ def load_tower(config: EngineConfig, target: torch.device, dtype: torch.dtype) -
     return tower
 
 
-def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype) -> nn.Module:
-    """Load the vision tower and projector of the model in a folder into host memory, without its decoder. Raises
-    `ModelError`.
+def _load(
+    folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.dtype, target: torch.device
+) -> nn.Module:
+    """Load the vision tower and projector of the model in a folder into host memory, without its decoder. Random
+    weights are drawn on `target`. Raises `ModelError`.
     """
     import transformers
 
@@ -137,7 +139,9 @@ def _load(folder: Path, hf_config: HfConfig, config: EngineConfig, dtype: torch.
     try:
         if config.load_format == "dummy":
             torch.manual_seed(config.seed)
-            module: nn.Module = kind._from_config(alone, dtype=dtype)
+            # As those of the decoder: a processor would take a minute for the weights of a tower of 0.7 billion.
+            with target:
+                module: nn.Module = kind._from_config(alone, dtype=dtype)
             report: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
         else:
             with _quiet():
