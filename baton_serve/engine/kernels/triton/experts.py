@@ -208,8 +208,8 @@ def _route_kernel(  # noqa: PLR0913
     scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
     # Likelihoods lie in [0, 1], so -1 marks an expert that was picked already.
     likely = tl.exp(scores - tl.max(scores, 0))
-    # What is no number has no likelihood. A comparison with it is false, so one expert would be picked again and again,
-    # and other kernels expect different experts.
+    # A NaN gets the likelihood 0. Comparisons with it are false, so one expert would be picked again and again, and
+    # other kernels expect different experts.
     likely = tl.where(expert < num_experts, tl.where(likely >= 0, likely, 0.0), -1.0)
     total = tl.sum(tl.where(expert < num_experts, likely, 0.0), 0)
     best = tl.zeros([picks], tl.float32)
