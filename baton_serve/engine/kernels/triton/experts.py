@@ -21,6 +21,8 @@ from baton_serve.engine.kernels.triton.tiles import padded
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 
+LOWEST = tl.constexpr(-1e38)
+"""The lowest logit in the routing kernel, and, negated, the highest. A NaN becomes the lowest."""
 MAX_WIDE_TOKENS = 256
 """Tokens up to which several warps choose one token's experts among many."""
 
@@ -206,11 +208,12 @@ def _route_kernel(  # noqa: PLR0913
 ):
     token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
     scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
+    # Padding tokens may have any logits. Comparisons with a NaN are false, so one expert would be picked again and
+    # again, and other kernels expect different experts. Likelihoods are not compared instead: compilers know that no
+    # exponential is below zero, and drop such a comparison.
+    scores = tl.minimum(tl.maximum(scores, LOWEST), -LOWEST)
     # Likelihoods lie in [0, 1], so -1 marks an expert that was picked already.
-    likely = tl.exp(scores - tl.max(scores, 0))
-    # A NaN gets the likelihood 0. Comparisons with it are false, so one expert would be picked again and again, and
-    # other kernels expect different experts.
-    likely = tl.where(expert < num_experts, tl.where(likely >= 0, likely, 0.0), -1.0)
+    likely = tl.where(expert < num_experts, tl.exp(scores - tl.max(scores, 0)), -1.0)
     total = tl.sum(tl.where(expert < num_experts, likely, 0.0), 0)
     best = tl.zeros([picks], tl.float32)
     where = tl.zeros([picks], tl.int32)
