@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 
 from baton_serve.engine.config import CHECKPOINT_ONLY, Quantization
 from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
-from baton_serve.engine.loading.quantization.loading import round_loaded
+from baton_serve.engine.loading.quantization.layer_by_layer import round_loaded
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
-from baton_serve.engine.model.quantized.online import QuantizationPlan
+from baton_serve.engine.model.quantized.quantization_plan import QuantizationPlan
 from tools.demo_model.corpus import ANSWER, conversation, encode
 from tools.demo_model.tokenization import WordEncoder
 

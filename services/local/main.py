@@ -39,6 +39,7 @@ from baton_serve.services.local.plan import (
     Machine,
     plan,
 )
+from baton_serve.services.local.pools import with_pools
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
 from baton_serve.services.local.supervisor import MODULE, ClusterSupervisor, ClusterTimeouts
 
@@ -158,28 +159,6 @@ def _complete(settings: ServeSettings, given: GivenOptions, environ: Mapping[str
         port = probe.getsockname()[1]
     settings = msgspec.structs.replace(settings, model=settings.model or str(folder), port=port)
     return with_pools(settings, _kind(folder, given))
-
-
-def with_pools(settings: ServeSettings, kind: ModelKind) -> ServeSettings:
-    """Return the settings with the total numbers of instances of all replicas. If the model computes vectors (`kind`),
-    such as an embedding model, the number of decode instances becomes 0.
-
-    Raises `ConfigurationError` if the remaining instances cannot serve the model.
-    """
-    # The number of replicas ends here: all later code counts processes.
-    pools = {role: getattr(settings, role) * settings.data_parallel_size for role in get_args(Role)}
-    settings = msgspec.structs.replace(settings, data_parallel_size=1, **pools)
-    if kind != "generate":
-        if settings.encode:
-            raise ConfigurationError("--encode is for models that generate text from images, not for pooling models")
-        if not settings.prefill and not settings.unified:
-            raise ConfigurationError(
-                "--prefill 0 needs --unified 1 or more for a pooling model: no other instance could compute its vectors"
-            )
-        return msgspec.structs.replace(settings, decode=0)
-    if not settings.decode and not settings.unified:
-        raise ConfigurationError("--decode 0 needs --unified 1 or more: no other instance could generate tokens")
-    return settings
 
 
 def _kind(folder: Path, given: GivenOptions) -> ModelKind:

@@ -10,11 +10,10 @@ import msgspec
 from msgspec import Meta
 
 from baton_serve.services.common.settings.process import Host, ModelSourceSettings, Port
+from baton_serve.services.local.pools import DEFAULT_POOLS, Count
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"
 DEMO_NAME = "baton-demo"
-
-Count = Annotated[int, Meta(ge=0, le=1024)]
 
 
 class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
@@ -37,15 +36,18 @@ class ServeSettings(ModelSourceSettings, frozen=True, kw_only=True):
     ] = ""
     prefill: Annotated[
         Count, Meta(description="number of prefill workers, which compute prompts and hand off their KV blocks")
-    ] = 1
+    ] = DEFAULT_POOLS["prefill"]
     decode: Annotated[
         Count,
         Meta(description="number of decode workers, which generate tokens (0 for embedding and reranking models)"),
-    ] = 1
-    unified: Annotated[Count, Meta(description="number of workers that do both, without a handoff")] = 0
+    ] = DEFAULT_POOLS["decode"]
+    unified: Annotated[
+        Count,
+        Meta(description="number of workers that do both, without a handoff"),
+    ] = DEFAULT_POOLS["unified"]
     encode: Annotated[
         Count, Meta(description="number of encode workers, which only encode images, videos and audio for others")
-    ] = 0
+    ] = DEFAULT_POOLS["encode"]
     data_parallel_size: Annotated[
         int,
         Meta(

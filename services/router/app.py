@@ -57,9 +57,6 @@ def create_app(
     # Not by `include_router`, which in newer versions of FastAPI hides the routes and their paths.
     routes = app.router.routes
     routes += [*page_routes(), *monitoring_routes(service, api_keys, sibling_rpc).routes]
-    # Probes and scrapers have no key, and the page asks the user for one. The routes so far also contain that of the
-    # OpenAPI document, which FastAPI adds itself.
-    open_paths = {route.path for route in routes if isinstance(route, Route)}
     further = (system_routes(service, sibling_rpc), model_routes(service), tokenizer_routes(service))
     for router in (*further, response_routes(kept), admin_routes(service), batch_routes(batches)):
         routes += router.routes
@@ -76,7 +73,6 @@ def create_app(
         app,
         table,
         service=service,
-        open_paths=open_paths,
         keys=api_keys,
         audit=audit,
     )

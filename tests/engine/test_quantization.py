@@ -17,7 +17,7 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
 from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
 from baton_serve.engine.model.quantized.modules import quantized_layers
-from baton_serve.engine.model.quantized.online import HEAD_SCHEME
+from baton_serve.engine.model.quantized.quantization_plan import HEAD_SCHEME
 from tests.engine.conftest import References, greedy_answer
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.tiny_models import write_tiny_model

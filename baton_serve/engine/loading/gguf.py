@@ -25,7 +25,7 @@ from baton_serve.engine.loading.gguf_metadata import CLASSES
 from baton_serve.engine.loading.native.config import DenseConfig
 from baton_serve.engine.loading.quantization.checkpoints.gguf import FLOATS, ROUNDED, Gguf, kept_as, numbers
 from baton_serve.engine.loading.quantization.stored import StoredModel
-from baton_serve.engine.model.quantized.online import linear_names, tied_embedding
+from baton_serve.engine.model.quantized.quantization_plan import linear_names, tied_embedding
 from baton_serve.engine.model_folder import GGUF_ERRORS, first_line
 
 ROW_PROCESSORS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor", "NemotronTensorProcessor")

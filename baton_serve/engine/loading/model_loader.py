@@ -23,7 +23,7 @@ from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
 from baton_serve.engine.loading.layer_probe import ProbedLayers, check_index, probe_layers, refuse_unsupported
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
-from baton_serve.engine.loading.quantization import loading, stored
+from baton_serve.engine.loading.quantization import layer_by_layer, stored
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.refusals import named_division, refuse_ranks, refuse_stages, refuse_type
@@ -33,12 +33,13 @@ from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_co
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention
+from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.lora.checkpoint import target_modules
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.online import QuantizationPlan, tied_embedding
 from baton_serve.engine.model.quantized.parts import split_module
+from baton_serve.engine.model.quantized.quantization_plan import QuantizationPlan, tied_embedding
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, narrow, split
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.registry import ModelRegistry
@@ -52,7 +53,6 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
-    max_model_len_of,
     quiet_transformers,
     read_config,
     weight_files,
@@ -304,12 +304,12 @@ def _load_quantized(
             torch.manual_seed(config.seed)
             # transformers' own default.
             std = getattr(hf_config.get_text_config(), "initializer_range", 0.02)
-            tensors = loading.random_tensors(skeleton, target, dtype, std)
+            tensors = layer_by_layer.random_tensors(skeleton, target, dtype, std)
         else:
             stored_ones = _open_checkpoint(folder, config, files)
             tensors = {name: read for name, read in stored_ones.items() if not is_within(name, dropped)}
-        if loading.fits(skeleton, tensors):
-            module = loading.fill(skeleton, tensors, plan, target, dtype, parts).to(target)
+        if layer_by_layer.fits(skeleton, tensors):
+            module = layer_by_layer.fill(skeleton, tensors, plan, target, dtype, parts).to(target)
             _read_generation_config(module, folder)
             return module
     if config.load_format == "dummy":
@@ -317,7 +317,7 @@ def _load_quantized(
     else:
         whole = _load_weights(folder, hf_config, config, dtype)
     keep_layers(whole, parts.stage)
-    return loading.round_loaded(whole, plan, target, dtype, parts)
+    return layer_by_layer.round_loaded(whole, plan, target, dtype, parts)
 
 
 def _load_gguf(
@@ -338,8 +338,8 @@ def _load_gguf(
     if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype, parts):
         _read_generation_config(skeleton, file.parent)
         return skeleton.to(target)
-    if kept is not None and plan is not None and loading.fits(skeleton, kept.plain):
-        module = loading.fill(skeleton, kept.plain, plan, target, dtype, parts).to(target)
+    if kept is not None and plan is not None and layer_by_layer.fits(skeleton, kept.plain):
+        module = layer_by_layer.fill(skeleton, kept.plain, plan, target, dtype, parts).to(target)
         _read_generation_config(module, file.parent)
         return module
     # `fill_stored` may have changed the skeleton.
@@ -348,16 +348,16 @@ def _load_gguf(
     _read_generation_config(whole, file.parent)
     keep_layers(whole, parts.stage)
     if plan is not None:
-        return loading.round_loaded(whole, plan, target, dtype, parts)
+        return layer_by_layer.round_loaded(whole, plan, target, dtype, parts)
     split_module(whole, parts)
     return whole.to(target)
 
 
-def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> loading.Tensors:
+def _open_checkpoint(folder: Path, config: EngineConfig, files: ExitStack) -> layer_by_layer.Tensors:
     """Return functions that read each tensor of a checkpoint, by name. `files` closes the opened files. Raises
     `ModelError` if a file cannot be opened."""
     try:
-        return loading.checkpoint_tensors(folder, files, config.load_format, config.loader.pattern)
+        return layer_by_layer.checkpoint_tensors(folder, files, config.load_format, config.loader.pattern)
     except LOAD_ERRORS as exc:
         raise weights_error(folder, exc) from exc
 

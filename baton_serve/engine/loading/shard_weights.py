@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from baton_serve.engine.loading.quantization.loading import random_tensors
+from baton_serve.engine.loading.quantization.layer_by_layer import random_tensors
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, tensor_copies
 from baton_serve.engine.model.quantized.parts import set_part
 from baton_serve.engine.model.rank_parts import RankParts

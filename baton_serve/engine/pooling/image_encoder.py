@@ -27,12 +27,13 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import ConfigError, RequestError
+from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.speech import load_window_encoder
 from baton_serve.engine.model.vision.decoder import decoder_config
 from baton_serve.engine.model.vision.placeholders import DecodedImage, ImageReader, Pixels
 from baton_serve.engine.model.vision.tower import load_tower
-from baton_serve.engine.model_folder import max_model_len_of, read_config
+from baton_serve.engine.model_folder import read_config
 
 logger = logging.getLogger(__name__)
 

@@ -26,6 +26,7 @@ from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 from baton_serve.engine.model import rotary
+from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.quantized.parts import split_module
@@ -35,7 +36,6 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
-    max_model_len_of,
     read_config,
     weight_files,
     weights_error,

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from baton_serve.services.router.batch.batch_run import RunPorts
 from baton_serve.services.router.batch.endpoints import BatchApi
 from baton_serve.services.router.batch.line_client import LineClient
-from baton_serve.services.router.batch.pacing import LineGate, RouterLoad
+from baton_serve.services.router.batch.pacing import LineGate, RouterLoad, batch_concurrency
 from baton_serve.services.router.batch.runner import BatchRunner
 from baton_serve.services.router.batch.store import BatchStore, StoreLimits
 from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
@@ -51,8 +51,7 @@ class Batches:
         serves now; `owner` returns the caller with a name, or None. `bodies` limits the memory of all request bodies.
         """
         settings = self._settings
-        # A batch must not use up the limit at which requests of clients are refused.
-        most = max(1, min(settings.batch_max_concurrency, settings.max_concurrent_requests // 2))
+        most = batch_concurrency(settings.batch_max_concurrency, settings.max_concurrent_requests)
         limits = RequestLimits(settings.max_request_bytes, settings.slow_client_s)
         ports = RunPorts(
             store=self.store,

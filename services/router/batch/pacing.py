@@ -32,6 +32,15 @@ class RouterLoad:
     """Number of clients' requests since the start of the process. It also counts requests between two looks."""
 
 
+def batch_concurrency(max_concurrency: int, max_concurrent_requests: int) -> int:
+    """Return how many requests of batches may run at once in this process: `--batch-max-concurrency`, but at most half
+    of the router's `--max-concurrent-requests`.
+
+    A batch must not use up the limit at which requests of clients are refused.
+    """
+    return max(1, min(max_concurrency, max_concurrent_requests // 2))
+
+
 def max_lines(load: RouterLoad, *, quiet_s: float, most: int) -> int:
     """Return how many requests of batches may run now, at most `most`. `quiet_s` is the time in seconds since a
     client's request last ran.

@@ -9,7 +9,7 @@ import inspect
 import logging
 import math
 import random
-from collections.abc import Awaitable, Callable, Container, Mapping, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, cast
 
 from starlette.middleware.base import BaseHTTPMiddleware
@@ -105,13 +105,27 @@ _MIN_SLO_MS, _MAX_SLO_MS = 1e-6, 1e9
 
 Headers = Mapping[bytes, bytes]
 NO_TRACE: Mapping[str, str] = {}
+OPEN_PATHS = frozenset(
+    (
+        "/",
+        "/docs",
+        "/docs/swagger-ui.js",
+        "/docs/swagger-ui.css",
+        "/health",
+        "/metrics",
+        "/openapi.json",
+        "/ping",
+        "/redoc",
+    )
+)
+"""Paths that need no API key: probes and scrapers have none, and the pages ask their user for one."""
 
 
 class Gateway:
     """The outermost ASGI application of the router: it checks API keys, and passes a request to its endpoint.
 
     POST requests to a path of `table` go directly to that endpoint, without the routing of FastAPI, which would cost
-    more than the endpoint's own work. All other requests go to `app`. Requests to `open_paths` need no API key, and
+    more than the endpoint's own work. All other requests go to `app`. Requests to `OPEN_PATHS` need no API key, and
     they are not written to the audit log.
     """
 
@@ -121,7 +135,6 @@ class Gateway:
         table: Mapping[str, Endpoint],
         *,
         service: ModelService,
-        open_paths: Container[str],
         keys: ApiKeys,
         audit: AuditLog | None = None,
     ) -> None:
@@ -131,7 +144,6 @@ class Gateway:
         self._audit = audit
         self._app = app
         self.table = table
-        self._open_paths = open_paths
         self.keys = keys
         self._limits = RequestLimits(service.settings.max_request_bytes, service.settings.slow_client_s)
         self.bodies = BodyMemory(
@@ -158,7 +170,7 @@ class Gateway:
         path = _path(scope)
         with request_logs(request_id):
             await self._answer(scope, receive, response, headers, path, arrived_at)
-        if self._audit is not None and path not in self._open_paths:
+        if self._audit is not None and path not in OPEN_PATHS:
             # The context is missing if the key or a header was refused: then the caller is not known.
             caller = RequestContext.of(scope).caller.name if RequestContext.is_attached(scope) else None
             self._audit.request(
@@ -219,7 +231,7 @@ class Gateway:
 
         Raises `AuthenticationError` if the key is missing or unknown.
         """
-        if path in self._open_paths:
+        if path in OPEN_PATHS:
             return ANONYMOUS
         caller = self.keys.caller(authorization(headers))
         if caller is None:

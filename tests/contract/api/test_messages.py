@@ -12,7 +12,7 @@ import pytest
 from pydantic import BaseModel
 
 from baton_serve.services.router.api.messages.endpoint import arguments_of
-from baton_serve.services.router.api.messages.request import as_chat
+from baton_serve.services.router.api.messages.request_to_chat import as_chat
 from baton_serve.services.router.api.messages.schema import UNSERVED, CountTokensRequest
 from tests.unit.router.conftest import Router, Serve, settle
 from tests.unit.router.test_message_reader import CALL, FUNCTION, HERMES, writes

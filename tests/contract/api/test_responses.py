@@ -8,7 +8,7 @@ from typing import Any, cast
 import openai
 import pytest
 
-from baton_serve.services.router.api.responses.request import as_chat
+from baton_serve.services.router.api.responses.request_to_chat import as_chat
 from baton_serve.services.router.api.responses.schema import UNSERVED, ResponsesRequest
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.tool_choice import tool_choice_of

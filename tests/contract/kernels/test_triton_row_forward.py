@@ -18,7 +18,7 @@ from baton_serve.engine.model import fused
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.online import QuantizationPlan, linear_names, quantize_layer
+from baton_serve.engine.model.quantized.quantization_plan import QuantizationPlan, linear_names, quantize_layer
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 
 CONTEXT, HEADS, KV_HEADS, HEAD_DIM = 37, 4, 2, 64

@@ -9,8 +9,8 @@ from baton_serve.services.common.settings.configuration import Loaded, load_with
 from baton_serve.services.common.settings.options import options_of
 from baton_serve.services.common.settings.vllm_flags import vllm_flags
 from baton_serve.services.instance.settings import InstanceSettings
-from baton_serve.services.local.main import with_pools
 from baton_serve.services.local.plan import MANAGED_INSTANCE_OPTIONS, MANAGED_ROUTER_OPTIONS
+from baton_serve.services.local.pools import with_pools
 from baton_serve.services.local.settings import ServeSettings
 from baton_serve.services.router.settings import RouterSettings
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.local.main import with_pools
+from baton_serve.services.local.pools import with_pools
 from baton_serve.services.local.settings import ServeSettings
 
 

@@ -26,7 +26,7 @@ from baton_serve.services.router.api.pooling.schema import (
     ScoreRequest,
 )
 from baton_serve.services.router.api.responses import endpoint
-from baton_serve.services.router.api.responses.request import input_as_chat
+from baton_serve.services.router.api.responses.request_to_chat import input_as_chat
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count

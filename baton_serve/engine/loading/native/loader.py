@@ -17,12 +17,13 @@ from baton_serve.engine.loading.native.network import DenseModel, Rotary
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.quantization.stored import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
+from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.rank_parts import RankParts
 from baton_serve.engine.model.staged import keep_layers
 from baton_serve.engine.model.weight_offload import refuse_offload
-from baton_serve.engine.model_folder import LOAD_ERRORS, max_model_len_of, weight_files
+from baton_serve.engine.model_folder import LOAD_ERRORS, weight_files
 
 
 def load_dense(

@@ -15,7 +15,7 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import StackedWeight
 from baton_serve.engine.model.mixture_of_experts import ROUTERS
 from baton_serve.engine.model.quantized.formats import quantize
-from baton_serve.engine.model.quantized.online import QuantizationPlan
+from baton_serve.engine.model.quantized.quantization_plan import QuantizationPlan
 
 logger = logging.getLogger(__name__)
 

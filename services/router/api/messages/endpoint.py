@@ -30,7 +30,7 @@ from baton_serve.services.router.api.messages.answer import (
     ToolUseBlock,
     error_answer,
 )
-from baton_serve.services.router.api.messages.request import as_chat
+from baton_serve.services.router.api.messages.request_to_chat import as_chat
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json

@@ -30,7 +30,7 @@ from baton_serve.services.router.api.responses.answer import (
 )
 from baton_serve.services.router.api.responses.conversation import continued, input_items
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
-from baton_serve.services.router.api.responses.request import as_chat, input_as_chat, wants_logprobs
+from baton_serve.services.router.api.responses.request_to_chat import as_chat, input_as_chat, wants_logprobs
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.api.responses.tools import ToolName, names_of
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
