@@ -44,6 +44,10 @@ class Verdict(msgspec.Struct, frozen=True, omit_defaults=True):
     """The verdict on two pipeline stages, of families that are equal on one."""
     why_divided: str = ""
     """Explains both, unless they are `equal`."""
+    wide: dict[str, str] = {}
+    """The verdicts on more than two processes, by their division such as "4 ranks"."""
+    why_wide: str = ""
+    """Explains them, unless they are `equal`."""
 
 
 class Verdicts(msgspec.Struct, frozen=True):

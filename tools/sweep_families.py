@@ -4,6 +4,7 @@
     python -m tools.sweep_families                 all families; the result replaces tools/model_verdicts.json
     python -m tools.sweep_families llama phimoe    some families, whose verdicts are replaced in it
     python -m tools.sweep_families --ranks         families that are equal, on two ranks and on two pipeline stages
+    python -m tools.sweep_families --wide          the same on four ranks, three stages, and two stages of two ranks
 
 `make sweep` runs it in at most 20 minutes on two cores. Each family runs in a process of its own, forked from one that
 has imported torch and transformers, with one thread and a time limit. `tools/models_page.py` generates
@@ -102,33 +103,40 @@ def judge_config(family: Family, folder: Path, *, has_window: bool) -> Verdict:
         return verdict
 
 
-DIVISIONS = {"ranks": "tensor_parallel_size", "stages": "pipeline_parallel_size"}
-"""The setting by which two processes divide a model, by field of `Verdict`."""
+DIVISIONS = {"ranks": (2, 1), "stages": (1, 2)}
+"""The numbers of ranks and of stages of two processes that divide a model, by field of `Verdict`."""
+WIDE = {"4 ranks": (4, 1), "3 stages": (1, 3), "2 stages of 2 ranks": (2, 2)}
+"""The same of more processes, by key of `Verdict.wide`."""
 
 
-def judge_divided(family: Family, folder: Path, verdict: Verdict) -> Verdict:
-    """Return the `verdict` of a family that is equal on one device, with those on two ranks and on two stages."""
+def judge_divided(family: Family, folder: Path, verdict: Verdict, *, is_wide: bool) -> Verdict:
+    """Return the `verdict` of a family that is equal on one device, with those on two ranks and on two stages, or if
+    `is_wide` on more processes."""
     reference = with_head(write_family(family.model_type, family.model_class, folder, has_window=False))
     found: dict[str, str] = {}
     reasons: list[str] = []
-    for field, setting in DIVISIONS.items():
-        found[field], why = judge_division(folder, reference, setting)
+    for name, (ranks, stages) in (WIDE if is_wide else DIVISIONS).items():
+        found[name], why = judge_division(folder, reference, ranks, stages)
         if why:
             reasons.append(why)
-    return msgspec.structs.replace(verdict, **found, why_divided="; ".join(dict.fromkeys(reasons)))
+    why = "; ".join(dict.fromkeys(reasons))
+    if is_wide:
+        return msgspec.structs.replace(verdict, wide=found, why_wide=why)
+    return msgspec.structs.replace(verdict, **found, why_divided=why)
 
 
-def judge_division(folder: Path, reference: Any, setting: str) -> tuple[str, str]:
-    """Return the verdict of a model that is divided over two processes by `setting`, and the reason."""
+def judge_division(folder: Path, reference: Any, ranks: int, stages: int) -> tuple[str, str]:
+    """Return the verdict of a model that is divided over stages with some ranks each, and the reason."""
+    setting = f"{ranks} ranks, {stages} stages"
     try:
-        llm = tiny_llm(folder, **{setting: 2})
+        llm = tiny_llm(folder, tensor_parallel_size=ranks, pipeline_parallel_size=stages)
     except (ConfigError, UnsupportedModelError) as exc:
         return "refused", str(exc).replace(str(folder), "FOLDER")
     except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
         return "crash", f"{setting}: {described(exc)}"
     with llm:
         try:
-            differences = compare(llm, reference, calls=prompts()[:1])
+            differences = compare(llm, reference, calls=[prompts()[0][: 4 if ranks * stages == 2 else 3]])
         except Exception as exc:  # noqa: BLE001 - whatever is raised becomes the verdict
             return "crash", f"{setting}: {described(exc)}"
     return ("different", f"{setting}: " + "; ".join(differences)) if differences else ("equal", "")
@@ -251,35 +259,37 @@ def attention_kinds(model: LoadedModel) -> str:
     return ", ".join(kinds) or "full"
 
 
-def run_alone(family: Family, known: Verdict | None) -> Verdict:
+def run_alone(family: Family, known: Verdict | None, *, is_wide: bool = False) -> Verdict:
     """Judge a family in a forked process, which is killed after `FAMILY_TIMEOUT_S`. `known` is its verdict on one
-    device, to which those on two are added; None: judge it on one device."""
+    device, to which those on two are added, or on more if `is_wide`; None: judge it on one device."""
     context = multiprocessing.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_child, args=(family, known, writer))
+    process = context.Process(target=_child, args=(family, known, is_wide, writer))
     process.start()
     writer.close()
     try:
         if not reader.poll(FAMILY_TIMEOUT_S):
-            return failed(family, known, f"no result within {FAMILY_TIMEOUT_S:.0f} s")
+            return failed(family, known, f"no result within {FAMILY_TIMEOUT_S:.0f} s", is_wide=is_wide)
         return msgspec.json.decode(reader.recv_bytes(), type=Verdict)
     except EOFError:
         process.join(10)
-        return failed(family, known, f"the process ended with {process.exitcode}")
+        return failed(family, known, f"the process ended with {process.exitcode}", is_wide=is_wide)
     finally:
         process.kill()
         process.join()
         reader.close()
 
 
-def failed(family: Family, known: Verdict | None, why: str) -> Verdict:
+def failed(family: Family, known: Verdict | None, why: str, *, is_wide: bool) -> Verdict:
     """Return the verdict of a family whose process has sent none."""
     if known is None:
         return Verdict("crash", why, family.model_class)
+    if is_wide:
+        return msgspec.structs.replace(known, wide=dict.fromkeys(WIDE, "crash"), why_wide=why)
     return msgspec.structs.replace(known, ranks="crash", stages="crash", why_divided=why)
 
 
-def _child(family: Family, known: Verdict | None, writer: Connection) -> None:
+def _child(family: Family, known: Verdict | None, is_wide: bool, writer: Connection) -> None:
     """Judge a family and send the verdict, without output of the libraries."""
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, 1)
@@ -291,20 +301,22 @@ def _child(family: Family, known: Verdict | None, writer: Connection) -> None:
         else:
             # The other ranks are forks of a server that has imported torch; see `main`.
             importlib.import_module("tests.forked_ranks")
-            verdict = judge_divided(family, Path(folder), known)
+            verdict = judge_divided(family, Path(folder), known, is_wide=is_wide)
         writer.send_bytes(msgspec.json.encode(verdict))
 
 
-def sweep(chosen: list[Family], workers: int, known: Mapping[str, Verdict] | None = None) -> dict[str, Verdict]:
+def sweep(
+    chosen: list[Family], workers: int, known: Mapping[str, Verdict] | None = None, *, is_wide: bool = False
+) -> dict[str, Verdict]:
     """Judge families, `workers` at a time, and print each verdict. `known` are their verdicts on one device, to which
-    those on two are added; None: judge them on one."""
+    those on two are added, or on more if `is_wide`; None: judge them on one."""
 
     def one(family: Family) -> tuple[str, Verdict]:
         start = time.monotonic()
-        verdict = run_alone(family, None if known is None else known[family.model_type])
+        verdict = run_alone(family, None if known is None else known[family.model_type], is_wide=is_wide)
         took = time.monotonic() - start
-        kinds = f"{verdict.verdict} {verdict.ranks} {verdict.stages}"
-        why = f"{verdict.window} {verdict.why} {verdict.why_divided}"
+        kinds = " ".join([verdict.verdict, verdict.ranks, verdict.stages, *(verdict.wide.values() if is_wide else ())])
+        why = f"{verdict.window} {verdict.why} {verdict.why_wide if is_wide else verdict.why_divided}"
         print(f"{family.model_type:<28}{kinds:<24}{took:5.1f} s  {why}", flush=True)
         return family.model_type, verdict
 
@@ -317,23 +329,26 @@ def main() -> int:
     parser.add_argument("families", nargs="*", help="model types of transformers; default: all")
     parser.add_argument("--workers", type=int, default=2, help="processes at a time")
     parser.add_argument("--ranks", action="store_true", help="compare equal families on two ranks and on two stages")
+    parser.add_argument("--wide", action="store_true", help="compare equal families on three and four processes")
     asked = parser.parse_args()
     families = [Family(*named) for named in generating_families().items()]
     chosen = [one for one in families if not asked.families or one.model_type in asked.families]
     known = read_verdicts().families
-    if asked.ranks:
+    if asked.ranks or asked.wide:
         # Before the first fork, so that all share it.
         importlib.import_module("tests.forking").forks()
         chosen = [one for one in chosen if one.model_type in known and known[one.model_type].verdict == "equal"]
-        verdicts = sweep(chosen, asked.workers, known)
-        counts = {kind: sum(kind in (v.ranks, v.stages) for v in verdicts.values()) for kind in VERDICTS}
+        verdicts = sweep(chosen, asked.workers, known, is_wide=asked.wide)
+        divided = [v.wide.values() if asked.wide else (v.ranks, v.stages) for v in verdicts.values()]
+        counts = {kind: sum(kind in found for found in divided) for kind in VERDICTS}
     else:
         verdicts = sweep(chosen, asked.workers)
         # A family keeps its verdicts on two devices until they are compared again.
         verdicts = {kind: with_divisions(verdict, known.get(kind)) for kind, verdict in verdicts.items()}
         counts = {kind: sum(v.verdict == kind for v in verdicts.values()) for kind in VERDICTS}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    kept = known if asked.families or asked.ranks else {}
+    # Another sweep may have written meanwhile.
+    kept = read_verdicts().families if asked.families or asked.ranks or asked.wide else {}
     write_verdicts(Verdicts(transformers.__version__, dict(sorted({**kept, **verdicts}.items()))))
     return 1 if counts["different"] or counts["crash"] else 0
 
@@ -342,8 +357,8 @@ def with_divisions(verdict: Verdict, known: Verdict | None) -> Verdict:
     """Return a family's verdict on one device, with the `known` ones on two if both are about equal answers."""
     if known is None or verdict.verdict != "equal":
         return verdict
-    divided = {"ranks": known.ranks, "stages": known.stages, "why_divided": known.why_divided}
-    return msgspec.structs.replace(verdict, **divided)
+    kept = ("ranks", "stages", "why_divided", "wide", "why_wide")
+    return msgspec.structs.replace(verdict, **{field: getattr(known, field) for field in kept})
 
 
 if __name__ == "__main__":

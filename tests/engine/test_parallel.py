@@ -118,7 +118,7 @@ def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: 
         ("llama", 3, ConfigError, r"does not divide the attention heads \(4\) .* that works is 2"),
         ("qwen3_5", 3, ConfigError, r"does not divide the heads of linear attention \(2\) .* that works is 2"),
         ("zamba2", 2, UnsupportedModelError, "share weights .* the largest number that works is 1"),
-        ("mamba", 2, UnsupportedModelError, "can be split over devices; the largest number that works is 1"),
+        ("mamba", 2, UnsupportedModelError, "whose kinds are not divided; the largest number that works is 1"),
         ("llama4_text", 2, UnsupportedModelError, "experts whose weights .* the largest number that works is 1"),
         ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
     ],

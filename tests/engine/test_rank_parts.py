@@ -15,6 +15,10 @@ from tests.engine.rank_threads import use_threads
 from tests.engine.test_adapters import PROMPT, adapted, expected_of, lora_engine
 from tests.families import HYBRIDS
 from tests.tiny_models import write_tiny_model
+from tools.model_verdicts import generating_families
+from tools.sweep_families import compare, tiny_llm
+from tools.sweep_families import prompts as prompts_of_sweep
+from tools.tiny_families import write_family
 
 pytestmark = pytest.mark.slow
 
@@ -85,8 +89,8 @@ OWN = [
 """Families whose layers run through transformers."""
 DIVIDED = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
 """Hybrids whose ranks hold some of the heads of linear attention, and their states."""
-UNDIVIDED = ["mamba", "falcon_mamba", "mamba2", "zamba2", "olmo_hybrid"]
-"""Hybrids that are refused: without attention and MLPs, with adapters of shared weights, with norms over all heads."""
+UNDIVIDED = ["mamba", "falcon_mamba", "mamba2", "zamba2"]
+"""Hybrids that are refused: without attention and MLPs, or with adapters of shared weights."""
 FOUR = ["llama", "olmo3", "gemma4", "falcon_gqa"]
 """Families with fewer KV heads than four, which several ranks hold."""
 
@@ -113,6 +117,16 @@ def test_hybrids_answer_as_transformers(family: str, references: References) -> 
         own = engine._memory.states._own._rows.shape[1]  # type: ignore[attr-defined]
         whole = engine.layout.state_bytes
         assert own == whole // 2 if family in DIVIDED else own >= whole
+
+
+@pytest.mark.parametrize("kind", ["beam", "bitnet", "dbrx", "flex_olmo", "hy_v4", "jetmoe", "longcat_flash"])
+def test_layers_of_other_kinds_are_divided(kind: str, tmp_path: Path) -> None:
+    """Norms over the columns of all ranks, biases of gates, experts whose weights are joined or that have none."""
+    reference = write_family(kind, generating_families()[kind], tmp_path)
+    prompts, _ = prompts_of_sweep()
+    for settings in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"enable_expert_parallel": True}):
+        with tiny_llm(tmp_path, **{"tensor_parallel_size": 2, **settings}) as llm:
+            assert not compare(llm, reference, calls=[prompts[:2]])
 
 
 @pytest.mark.parametrize("family", UNDIVIDED)

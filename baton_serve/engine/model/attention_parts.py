@@ -18,7 +18,7 @@ Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 
 OUTPUTS = ("o_proj", "dense", "out_proj", "c_proj")
 """Names of the product after attention."""
-PACKED = ("qkv_proj", "query_key_value", "c_attn")
+PACKED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv")
 """Names of a product that makes queries, keys and values."""
 ENCODER_INPUTS = ("self.query", "self.key", "self.value")
 """Paths of the products of queries, keys and values in BERT and the encoders that follow it."""
@@ -197,7 +197,8 @@ def _packed(
     # The product has the columns of all query heads, and of as many key heads as value heads.
     total = (columns // head_dim - heads.total) // 2
     kv, blocks = HeadRange(total, _kv_part(total, shard)), 0
-    is_side_by_side = kind in ("Phi3Attention", "GPT2Attention") or getattr(module, "multi_query", False)
+    ordered = ("Phi3Attention", "GPT2Attention", "DbrxAttention")
+    is_side_by_side = kind in ordered or getattr(module, "multi_query", False)
     if kind == "FalconAttention" and module.new_decoder_architecture:
         is_side_by_side = False
     # The order of the outputs is not in their number, so these classes were read one by one.

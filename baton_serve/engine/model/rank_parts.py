@@ -98,12 +98,17 @@ class RankParts:
     """The numbers of inputs or outputs of all ranks, by linear layer that has a part of them."""
     attention: dict[str, AttentionParts] = field(default_factory=dict)
     """The parts of attention modules by name."""
-    wide_norms: list[str] = field(default_factory=list)
-    """Norms over all heads of queries or keys, which fused layers alone compute over the ranks."""
+    wide_norms: dict[str, int] = field(default_factory=dict)
+    """The number of columns of all ranks, by norm over columns of which each rank holds some. A KV head that several
+    ranks hold counts several times."""
     delta: dict[str, DeltaParts] = field(default_factory=dict)
     """The parts of linear attention by the gated delta rule by name."""
     experts: dict[str, slice] = field(default_factory=dict)
     """The experts that this rank holds, by module with stacked experts that is not divided by width."""
+    silent: list[str] = field(default_factory=list)
+    """Modules whose outputs are zeros on this rank, because a sum over ranks would add them several times."""
+    numbers: dict[str, int] = field(default_factory=dict)
+    """This rank's values of further attributes of modules, such as "model.layers.0.mlp.width"."""
 
     @property
     def is_whole(self) -> bool:
@@ -165,8 +170,8 @@ def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> Rank
     splitter.split_layers()
     if not splitter.parts.sums:
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {shard.size}, but no part of {name} can be split over devices; the largest"
-            " number that works is 1"
+            f"tensor_parallel_size is {shard.size}, but each rank would hold all layers of {name}, whose kinds are not"
+            " divided; the largest number that works is 1"
         )
     splitter.check(name)
     if not rules.keeps_head:
@@ -176,13 +181,10 @@ def split(module: nn.Module, name: str, shard: Shard, rules: SplitRules) -> Rank
 
 def split_pooling(module: nn.Module, rank: int, num_ranks: int) -> RankParts:
     """Return which part of each weight of a pooling model one of `num_ranks` ranks holds. Raises `ConfigError` or
-    `UnsupportedModelError` as `split` does, and for norms that layers of transformers cannot sum over ranks.
+    `UnsupportedModelError` as `split` does.
     """
-    name = type(module).__name__
     # The head stays whole: scores need the rows of two of its tokens alone.
-    parts = split(module, name, Shard(rank, num_ranks), SplitRules(keeps_head=True))
-    check_norms(name, parts)
-    return parts
+    return split(module, type(module).__name__, Shard(rank, num_ranks), SplitRules(keeps_head=True))
 
 
 class _Splitter:
@@ -269,9 +271,14 @@ class _Splitter:
             self._cut(f"{name}.{leaf}", child(module, leaf), 0, *ranges)
         last = child(module, own.output)
         self._cut(f"{name}.{own.output}", last, 1, own.heads.scaled(input_size(last)))
-        if isinstance(getattr(module, "sinks", None), nn.Parameter):
-            self.parts.tensors[f"{name}.sinks"] = TensorPart(0, (own.heads.part,))
-        self._split_norms(name, module, {"q_norm": own.heads, "k_norm": own.kv_heads})
+        # One number for each head.
+        for leaf in ("sinks", "gate_bias"):
+            if isinstance(getattr(module, leaf, None), nn.Parameter):
+                self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own.heads.part,))
+        if type(module).__name__ == "DbrxAttention":
+            # The number of columns of its queries.
+            self.parts.numbers[f"{name}.hidden_size"] = own.heads.count * module.head_dim
+        self._split_norms(name, module, {"q_norm": own.heads, "k_norm": own.kv_heads, "attn_sub_norm": own.heads})
 
     def _split_delta(self, name: str, module: Module, own: DeltaParts) -> None:
         """Record this rank's part of the linear attention `name`: some key heads, with the value heads that read
@@ -296,11 +303,11 @@ class _Splitter:
             for full, weight in norm.named_parameters(prefix=f"{name}.{leaf}"):
                 # A smaller norm has the same weights for all heads, and stays whole.
                 if weight.numel() > module.head_dim:
-                    if weight.dim() == 1:
-                        self.parts.wide_norms.append(full)
                     # [num_heads, head_dim], or all in one row.
                     part = own.part if weight.dim() > 1 else own.scaled(len(weight))
                     self.parts.tensors[full] = TensorPart(0, (part,))
+                    if weight.dim() == 1:
+                        self.parts.wide_norms[f"{name}.{leaf}"] = (part.stop - part.start) * self._shard.size
 
     def _split_mlp(self, name: str, module: Module) -> str | None:
         """Record this rank's part of the MLP `name`, a range of its width. Return the name of its last linear layer,
@@ -320,6 +327,11 @@ class _Splitter:
             for leaf in firsts:
                 self._cut(f"{name}.{leaf}", child(module, leaf), 0, *ranges)
             self._cut(f"{name}.{last}", child(module, last), 1, part)
+            # BitNet has a norm before the last product.
+            if (norm := getattr(module, "ffn_sub_norm", None)) is not None:
+                for leaf, _ in norm.named_parameters():
+                    self.parts.tensors[f"{name}.ffn_sub_norm.{leaf}"] = TensorPart(0, (part,))
+                self.parts.wide_norms[f"{name}.ffn_sub_norm"] = width
             return last
         return None
 
@@ -327,6 +339,9 @@ class _Splitter:
         """Record this rank's part of the experts in the module `name`: a range of each one's width, or some whole
         experts. Return "" if the module has stacked experts, whose output must be summed; otherwise None.
         """
+        if (kind := type(module).__name__) in ("DbrxExperts", "JetMoeMoE"):
+            (self._split_flat_experts if kind == "DbrxExperts" else self._split_jetmoe)(name, module)
+            return ""
         first, last = (getattr(module, leaf, None) for leaf in WEIGHTS)
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
@@ -334,7 +349,11 @@ class _Splitter:
         # `TRANSPOSED` also decides how gate and up lie in the weight. A class that contradicts it was not compared.
         if getattr(module, "is_transposed", is_transposed) != is_transposed:
             return None
-        if self._by_expert:
+        # Experts of LongCat-Flash that return their input, and have no weights.
+        has_identities = isinstance(getattr(module, "identity_expert", None), nn.Identity)
+        if has_identities and self._shard.rank > 0:
+            self.parts.silent.append(f"{name}.identity_expert")
+        if self._by_expert and not has_identities:
             self._split_by_expert(name, module)
             return ""
         outputs, inputs = (2, 1) if is_transposed else (1, 2)
@@ -349,15 +368,42 @@ class _Splitter:
             self._add_once(f"{name}.down_proj_bias")
         return ""
 
+    def _split_flat_experts(self, name: str, module: Module) -> None:
+        """Record this rank's part of the experts of DBRX, whose weights have the rows of one expert after another:
+        [experts * width, hidden].
+        """
+        total, width = int(module.num_experts), int(module.ffn_hidden_size)
+        if self._by_expert:
+            own = self._own_experts(name, total)
+            ranges: tuple[slice, ...] = (_scaled(own, width),)
+        else:
+            part = self._width(width)
+            ranges = tuple(_moved(part, number * width) for number in range(total))
+            self.parts.numbers[f"{name}.ffn_hidden_size"] = part.stop - part.start
+        for leaf in ("w1", "v1", "w2"):
+            self.parts.tensors[f"{name}.mlp.{leaf}"] = TensorPart(0, ranges)
+
+    def _split_jetmoe(self, name: str, module: Module) -> None:
+        """Record this rank's part of the width of the experts of JetMoe, which lie in two modules."""
+        width = int(module.hidden_size)
+        part = self._width(width)
+        self.parts.tensors[f"{name}.input_linear.weight"] = TensorPart(1, (part, _moved(part, width)))
+        self.parts.tensors[f"{name}.output_linear.weight"] = TensorPart(2, (part,))
+        self._add_once(f"{name}.bias")
+
     def _split_by_expert(self, name: str, module: Module) -> None:
         """Record which experts of the module `name` this rank holds: a range of about total / ranks experts."""
-        total = len(getattr(module, WEIGHTS[0]))
+        own = self._own_experts(name, len(getattr(module, WEIGHTS[0])))
+        for leaf, _ in module.named_parameters(recurse=False):
+            self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own,))
+
+    def _own_experts(self, name: str, total: int) -> slice:
+        """Record and return which of the `total` experts of the module `name` this rank holds."""
         self._counts.append((EXPERTS, total, 1))
         # If there are fewer experts than ranks, `check` fails later. Until then any range will do.
         own = self._shard.part_of_width(total) if total >= self._shard.size else slice(0, total)
         self.parts.experts[name] = own
-        for leaf, _ in module.named_parameters(recurse=False):
-            self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own,))
+        return own
 
     def _width(self, width: int) -> slice:
         # Other widths have groups that kernels do not support, so that they are not quantized in any case.
@@ -383,10 +429,11 @@ class _Splitter:
 
 
 def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -> None:
-    """Add hooks to the modules that compute only this rank's summand of their output, which sum it over all ranks.
-    Raises `UnsupportedModelError` if a norm within attention would need such a sum too.
+    """Add hooks to the modules that compute only this rank's summand of their output, which sum it over all ranks, and
+    to norms over columns of all ranks. Raises `UnsupportedModelError` for such a norm of an unknown kind.
     """
-    check_norms(type(module).__name__, parts)
+    for name, columns in parts.wide_norms.items():
+        join_norm(module.get_submodule(name), name, columns, collectives)
 
     def summed(_: nn.Module, inputs: object, output: Tensor) -> Tensor:
         return collectives.all_reduce(output.contiguous())
@@ -402,15 +449,25 @@ def sum_outputs(module: nn.Module, parts: RankParts, collectives: Collectives) -
             layer.gather = partial(_gathered, own, parts.widths[name], collectives)
 
 
-def check_norms(name: str, parts: RankParts) -> None:
-    """Raise `UnsupportedModelError`, with the model's `name`, if a norm within attention would need a sum over ranks,
-    which layers of transformers do not compute.
+def join_norm(norm: nn.Module, name: str, columns: int, collectives: Collectives) -> None:
+    """Add a hook to a root-mean-square norm over columns of which each rank holds some, so that it divides by the root
+    mean square of all `columns`. Raises `UnsupportedModelError` if the norm `name` is of another kind.
     """
-    if parts.wide_norms:
+    eps = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+    if not isinstance(eps, float) or isinstance(norm, nn.LayerNorm) or getattr(norm, "bias", None) is not None:
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {parts.shard.size}, but {name} has a norm over all heads"
-            f" ({parts.wide_norms[0]}), which is divided in fused layers only; the largest number that works is 1"
+            f"{name} is a norm over the columns of all ranks, of a kind that is not computed over them; the largest"
+            " tensor_parallel_size that works is 1"
         )
+
+    def joined(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        squares = inputs[0].float().square().sum(-1, keepdim=True)
+        own = squares / inputs[0].shape[-1] + eps
+        # The norm has divided by the root of `own`.
+        factor = (own / (collectives.all_reduce(squares) / columns + eps)).sqrt()
+        return (output.float() * factor).to(output.dtype)
+
+    norm.register_forward_hook(joined)
 
 
 def _gathered(own: slice, width: int, collectives: Collectives, x: Tensor) -> Tensor:
@@ -431,6 +488,19 @@ def narrow(module: nn.Module, parts: RankParts) -> None:
         narrow_delta(module.get_submodule(name), linear)
     for name, held in parts.experts.items():
         _narrow_experts(module.get_submodule(name), held)
+    for name in parts.silent:
+        module.set_submodule(name, Silent())
+    for path, number in parts.numbers.items():
+        name, _, attribute = path.rpartition(".")
+        setattr(module.get_submodule(name), attribute, number)
+
+
+class Silent(nn.Module):
+    """Stands for a module whose output rank 0 adds alone."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        """Return zeros of the shape of `values`."""
+        return torch.zeros_like(values)
 
 
 def _narrow_experts(experts: Module, held: slice) -> None:
