@@ -29,7 +29,7 @@ FUSED = [
     *("glm4", "glm4_moe", "gpt_oss", "granite", "granitemoe", "llama", "ministral", "mistral", "mixtral", "olmo2"),
     *("olmo3", "olmoe", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3"),
     *("stablelm", "cwm", "helium", "starcoder2", "vaultgemma", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "youtu"),
 ]
 UNLOADED = {"DenseLayer"}
 """The layer of our own loader, which serves Llama, Mistral, Qwen2 and Qwen3."""

@@ -114,8 +114,8 @@ def prove_kernels(
         make_candidates(candidates.attention),
         make_candidates(candidates.layers),
         make_candidates(candidates.argmax),
-        # A model with latents, or with layers of different shapes, is not computed in one call.
-        make_candidates(() if shapes.num_planes == 1 or shapes.others else candidates.decoders),
+        # A model with layers of different shapes is not computed in one call.
+        make_candidates(() if shapes.others else candidates.decoders),
         make_candidates(candidates.mixers if shapes.mixers != NO_MIXERS else ()),
     )
     file = (

@@ -194,6 +194,7 @@ FAMILIES: dict[str, FamilyDescription] = {
     "StableLmDecoderLayer": FamilyDescription(is_centered=True, is_supported=_is_sequential),
     "Starcoder2DecoderLayer": FamilyDescription(is_centered=True, up="c_fc", down="c_proj"),
     "VaultGemmaDecoderLayer": replace(_GEMMA_2, attention_norm=None, mlp_output_norm=None),
+    "YoutuDecoderLayer": _LLAMA,
 }
 """The families by the class of their layers.
 

@@ -1,7 +1,8 @@
 """Decoders with ordinary MLPs on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of
 C++.
 
-Weights may be bf16 or quantized. Layers may have the gated delta rule, or attention with a gate (Qwen3.5).
+Weights may be bf16 or quantized. Layers may have the gated delta rule, attention with a gate (Qwen3.5), or latent
+attention (Youtu-LLM).
 """
 
 import ctypes
@@ -20,9 +21,10 @@ from baton_serve.engine.kernels.cpu.decoder import (
     DecoderRules,
     DeltaRule,
     DeltaStates,
+    LatentProjections,
 )
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
-from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
+from baton_serve.engine.kernels.cpu.linear import PANEL, Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model import fused_layers
@@ -37,9 +39,11 @@ from baton_serve.engine.model.families import (
 from baton_serve.engine.model.fused_mixers import (
     GatedAttention,
     GatedDelta,
+    LatentAttention,
     MixerTools,
     is_gated_attention,
     is_gated_delta,
+    is_latent_attention,
     is_mixer,
     pack_mixer,
 )
@@ -69,10 +73,13 @@ def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:
 
 
 def _fits_mixers(model: LoadedModel, family: FamilyDescription) -> bool:
-    """Return whether all layers have attention, with a gate or without, or the gated delta rule with states that the
-    C++ decoder supports; at least one has attention.
+    """Return whether the C++ decoder supports attention and linear attention of all layers: attention, with a gate or
+    without, or the gated delta rule with states of known types, with at least one layer of attention; or latent
+    attention in all layers.
     """
     mixers = [family.attention_of(layer) for layer in cast(Any, model.module).model.layers]
+    if all(map(is_latent_attention, mixers)):
+        return all(map(_can_pack_latents, mixers))
     recurrent = [number for number, mixer in enumerate(mixers) if is_gated_delta(mixer)]
     attending = [number for number in range(len(mixers)) if number not in recurrent]
     if any(is_mixer(mixers[number]) and not is_gated_attention(mixers[number]) for number in attending):
@@ -87,6 +94,14 @@ def _fits_mixers(model: LoadedModel, family: FamilyDescription) -> bool:
     wanted = {(number, kind, 0) for number in recurrent for kind in ("conv", "recurrent")}
     has_its_kv = bool(attending) and list(model.attending_layers) == attending
     return has_its_kv and set(states) == wanted and has_known_states and max(taps) <= MAX_TAPS
+
+
+def _can_pack_latents(attention: Any) -> bool:
+    """Return whether the C++ library can multiply the heads of a module of latent attention by packed weights, whose
+    rows and columns are pairs of numbers and whole panels.
+    """
+    sizes = (attention.qk_nope_head_dim, attention.qk_rope_head_dim, getattr(attention, "q_lora_rank", None) or 0)
+    return not any(size % 2 for size in sizes) and attention.kv_lora_rank % PANEL == attention.v_head_dim % PANEL == 0
 
 
 def _is_dense(layer: Any, family: FamilyDescription) -> bool:
@@ -220,6 +235,7 @@ def _take(
         rotation=rotation,
         has_output_gate=isinstance(mixer, GatedAttention),
         delta=_delta_rule(mixer) if isinstance(mixer, GatedDelta) else None,
+        latent=_latent_projections(mixer) if isinstance(mixer, LatentAttention) else None,
     )
     _empty(layer)
     return taken
@@ -241,6 +257,23 @@ def _delta_rule(mixer: GatedDelta) -> DeltaRule:
         num_key_heads=mixer.num_key_heads,
         key_size=mixer.key_size,
         value_size=mixer.value_size,
+    )
+
+
+def _latent_projections(mixer: LatentAttention) -> LatentProjections:
+    keys, values = mixer.keys, mixer.values
+    assert isinstance(keys, Matrix) and isinstance(values, Matrix)  # `fits` has checked it
+    return LatentProjections(
+        keys=keys,
+        values=values,
+        query=None if mixer.query is None else _matrix(mixer.query),
+        norm=mixer.norm,
+        query_norm=mixer.query_norm,
+        num_heads=mixer.num_heads,
+        key_size=mixer.key_size,
+        value_size=mixer.value_size,
+        is_interleaved=mixer.is_interleaved,
+        keeps_order=mixer.keeps_order,
     )
 
 

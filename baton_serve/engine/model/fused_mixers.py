@@ -219,6 +219,11 @@ def is_gated_attention(module: Module) -> bool:
     return _MIXERS.get(type(module).__name__) is _gated_attention
 
 
+def is_latent_attention(module: Module) -> bool:
+    """Return whether `pack_mixer` returns `LatentAttention` for this module."""
+    return _MIXERS.get(type(module).__name__) is _latent_attention
+
+
 def can_pack_mixer(module: Module) -> bool:
     """Return whether all linear layers of an attention module are plain, not quantized ones, as `pack_mixer` needs."""
     products = [part for name, part in module.named_modules() if name.endswith("proj") or "_proj_" in name]
@@ -363,6 +368,7 @@ _MIXERS: dict[str, Callable[[Module, MixerTools], PackedMixer]] = {
     "Qwen3_5GatedDeltaNet": _gated_delta,
     "Qwen3_5MoeAttention": _gated_attention,
     "Qwen3_5MoeGatedDeltaNet": _gated_delta,
+    "YoutuAttention": _latent_attention,
 }
 """Packs the modules of these classes, which were compared with transformers."""
 

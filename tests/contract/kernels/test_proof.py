@@ -14,7 +14,15 @@ from torch import Tensor
 from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder import DeltaStates
-from baton_serve.engine.kernels.cpu.decoder_proof import PackedDecoder, Rotation, SmallDecoder, Step, TwinDecoder
+from baton_serve.engine.kernels.cpu.decoder_proof import (
+    DecoderKernel,
+    PackedDecoder,
+    Rotation,
+    SmallDecoder,
+    SmallLayer,
+    Step,
+    TwinDecoder,
+)
 from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers
 from baton_serve.engine.kernels.metadata import (
     AttentionBackend,
@@ -46,6 +54,16 @@ SHAPES = ProofShapes(
     cache_dtype=torch.float32,
     vocab_size=320,
     specs=(AttentionSpec(0.25),),
+)
+LATENT = replace(
+    SHAPES,
+    dtype=torch.bfloat16,
+    cache_dtype=torch.bfloat16,
+    num_planes=1,
+    num_kv_heads=1,
+    head_dim=48,
+    specs=(AttentionSpec(0.2, value_dim=32),),
+    mixers=MixerShapes(rank=32, rotary_size=16, num_latent_heads=4),
 )
 INT4 = WeightFormat("int4", 32, torch.bfloat16, has_zeros=False)
 
@@ -240,6 +258,7 @@ def test_the_kernels_of_this_cpu_are_right_for_all_kinds_of_models() -> None:
     assert not wrong(prove_kernels(kernel_candidates(CPU, torch.float32), coded, CPU, folder=None))
     latent = replace(SHAPES, num_planes=1, num_kv_heads=1)
     assert not wrong(prove_kernels(kernel_candidates(CPU, torch.float32), latent, CPU, folder=None))
+    assert not wrong(prove_kernels(kernel_candidates(CPU, torch.bfloat16), LATENT, CPU, folder=None))
 
 
 class WrongDecoder:
@@ -268,6 +287,24 @@ def test_a_decoder_that_ignores_a_rule_of_some_families_is_found(rule: dict[str,
     kernels = prove_kernels(candidates, shapes, CPU, folder=None)
     assert not kernels.has_decoder
     assert wrong(kernels) == ["decoder"]
+
+
+@pytest.mark.parametrize("rule", [{"keeps_order": False}, {"is_interleaved": False}, {"query_norm": None}])
+def test_a_decoder_that_ignores_a_rule_of_latent_attention_is_found(rule: dict[str, Any]) -> None:
+    def changed(layer: SmallLayer) -> SmallLayer:
+        assert layer.latent is not None
+        return replace(layer, latent=replace(layer.latent, **rule))
+
+    def ignoring(decoder: SmallDecoder) -> Step:
+        return TwinDecoder(replace(decoder, layers=list(map(changed, decoder.layers))))
+
+    def proved(decoder: DecoderKernel) -> ProvedKernels:
+        candidates = KernelCandidates(decoders=(KernelCandidate("fake", lambda: decoder),))
+        return prove_kernels(candidates, LATENT, CPU, folder=None)
+
+    assert proved(TwinDecoder).has_decoder
+    kernels = proved(ignoring)
+    assert not kernels.has_decoder and wrong(kernels) == ["decoder"]
 
 
 class Forgetful(TwinDecoder):

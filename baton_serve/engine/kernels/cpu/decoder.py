@@ -40,11 +40,34 @@ class DeltaRule:
 
 
 @dataclass(frozen=True, slots=True)
+class LatentProjections:
+    """The weights of latent attention (MLA) in a decoder layer, besides its first and its last product."""
+
+    keys: Matrix
+    """The up-projection of the keys, which is applied to each query head: from `key_size` columns to latents."""
+    values: Matrix
+    """The up-projection of the values of each head, which is applied to its sums of latents."""
+    query: Matrix | None
+    """The second product of the query; None: it has one only."""
+    norm: Norm
+    query_norm: Norm | None
+    """The norm of what `query` reads; None if that is None."""
+    num_heads: int
+    key_size: int
+    """Size of a query head without the part that rotates."""
+    value_size: int
+    is_interleaved: bool
+    keeps_order: bool
+    """Whether pairs that rotate are neighbours, and whether they stay so, as in `LatentRows`."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecoderLayer:
     """The packed weights, norms and attention rules of one decoder layer, as the C++ library reads them.
 
     The outputs of `qkv` are queries, keys and values, then the gate if there is one. With `delta` they are queries,
-    keys, values and gate, and then the step sizes and the time steps of the heads.
+    keys, values and gate, and then the step sizes and the time steps of the heads. With `latent` they are the query, or
+    the input of its second product, then the latent and the part of the key that rotates.
     """
 
     input_norm: Norm | None
@@ -65,6 +88,8 @@ class DecoderLayer:
     """True if the output of attention is multiplied by the sigmoid of a gate."""
     delta: DeltaRule | None = None
     """None: the layer has attention."""
+    latent: LatentProjections | None = None
+    """None: the layer has no latent attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +137,18 @@ class _Delta(ctypes.Structure):
     )
 
 
+class _Latent(ctypes.Structure):
+    """Mirrors the C struct `LatentLayer` of src/decoder.cpp, field by field."""
+
+    _fields_ = (
+        *((name, PackedMatrix) for name in ("keys", "values", "query")),
+        *((name, _POINTER) for name in ("norm", "query_norm")),
+        *((name, _INT) for name in ("num_heads", "rank", "key_size", "value_size", "is_interleaved", "keeps_order")),
+        ("epsilon", _FLOAT),
+        ("query_epsilon", _FLOAT),
+    )
+
+
 class _Layer(ctypes.Structure):
     """Mirrors the C struct `DecoderLayer` of src/decoder.cpp, field by field."""
 
@@ -126,6 +163,7 @@ class _Layer(ctypes.Structure):
         ("rotation", _INT),
         ("has_output_gate", _INT),
         ("delta", _Delta),
+        ("latent", _Latent),
     )
 
 
@@ -137,7 +175,7 @@ class _Step(ctypes.Structure):
         ("head", PackedMatrix),
         ("final_norm", _Norm),
         *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "parallel", "convolved")),
-        ("logits", _POINTER),
+        *((name, _POINTER) for name in ("latents", "logits")),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
         *((name, _POINTER) for name in ("slots", "logit_rows", "state_slots", "added", "added_rows")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
@@ -300,9 +338,10 @@ class CpuDecoder:
             max(layer.down.inputs for layer in layers),
             hidden if step.is_parallel else 0,
             max(layer.qkv.outputs for layer in self._recurrent) if self._recurrent else 0,
+            max(_latent_columns(layer.latent, step.head_dim) for layer in layers),
         )
         self._scratch = tuple(torch.empty((num_tokens, width), dtype=torch.bfloat16) for width in widths)
-        step.normed, step.heads, step.attended, step.gated, step.parallel, step.convolved = (
+        step.normed, step.heads, step.attended, step.gated, step.parallel, step.convolved, step.latents = (
             part.data_ptr() for part in self._scratch
         )
 
@@ -347,6 +386,8 @@ def _layer(layer: DecoderLayer, sinks: Tensor | None) -> _Layer:
         made.sliding_window = layer.spec.sliding_window or 0
     if layer.delta is not None:
         made.delta = _delta(layer.delta)
+    if layer.latent is not None:
+        made.latent = _latent(layer.latent)
     return made
 
 
@@ -364,6 +405,33 @@ def _delta(rule: DeltaRule) -> _Delta:
         taps=rule.convolution.shape[1],
         epsilon=rule.norm.eps,
     )
+
+
+def _latent(own: LatentProjections) -> _Latent:
+    assert norm_kind(own.norm) == 0
+    made = _Latent(
+        keys=as_argument(own.keys),
+        values=as_argument(own.values),
+        norm=own.norm.weight.data_ptr(),
+        num_heads=own.num_heads,
+        rank=len(own.norm.weight),
+        key_size=own.key_size,
+        value_size=own.value_size,
+        is_interleaved=own.is_interleaved,
+        keeps_order=own.keeps_order,
+        epsilon=own.norm.eps,
+    )
+    if own.query is not None and own.query_norm is not None:
+        made.query, made.query_norm = as_argument(own.query), own.query_norm.weight.data_ptr()
+        made.query_epsilon = own.query_norm.eps
+    return made
+
+
+def _latent_columns(own: _Latent, width: int) -> int:
+    """Return the elements of scratch memory that a layer of latent attention needs for a token, as src/decoder.cpp
+    divides it; 0 for other layers. `width` is the size of a row of the KV cache.
+    """
+    return int(own.num_heads * (own.key_size + 2 * width) + width) if own.num_heads else 0
 
 
 def _sinks(spec: AttentionSpec | None) -> Tensor | None:

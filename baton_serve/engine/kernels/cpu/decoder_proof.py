@@ -2,8 +2,9 @@
 
 One layer has biases and norms of heads and the other has none, so that both kinds of models are covered. Decoders
 of several kinds cover the places and kinds of norms, activations and rotations of all families. For a model with the
-gated delta rule, one decoder has it in its first layer, and attention with a gate in the second. Heads have the model's
-size and weights its format; the twin computes the layers step by step in plain torch.
+gated delta rule, one decoder has it in its first layer, and attention with a gate in the second. A model with latent
+attention is proved by layers of latent attention alone. Heads have the model's size and weights its format; the twin
+computes the layers step by step in plain torch.
 """
 
 import ctypes
@@ -14,11 +15,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.cpu.decoder import CpuDecoder, DecoderLayer, DecoderRules, DeltaRule, DeltaStates
-from baton_serve.engine.kernels.cpu.linear import Matrix, can_pack, gated, pack, pack_codes
+from baton_serve.engine.kernels.cpu.decoder import (
+    CpuDecoder,
+    DecoderLayer,
+    DecoderRules,
+    DeltaRule,
+    DeltaStates,
+    LatentProjections,
+)
+from baton_serve.engine.kernels.cpu.linear import PANEL, Matrix, PackedHeads, can_pack, gated, pack, pack_codes
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
 from baton_serve.engine.kernels.mixer_operations import LOG_RATE, NUM_SLOTS
-from baton_serve.engine.kernels.mixers import DeltaHeads, MixerShapes, PackedSequences
+from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerShapes, PackedSequences
 from baton_serve.engine.kernels.operations import (
     EPS,
     MIXED,
@@ -37,6 +45,8 @@ from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 HIDDEN, INNER, VOCAB_SIZE = 128, 128, 96
 MAX_KV_HEADS = 2
+LATENT_HEADS, LATENT_KEY_SIZE, LATENT_VALUE_SIZE, QUERY_RANK = 4, 24, 32, 40
+"""Sizes of latent attention that a model's KV cache does not state."""
 
 Rotation = tuple[Tensor, Tensor]
 Step = Callable[
@@ -44,6 +54,21 @@ Step = Callable[
 ]
 """Computes the logits of a step from embeddings, cos and sin, the caches and batches of layers with attention, the rows
 with logits, and the states of layers with the delta rule."""
+
+
+@dataclass(frozen=True, slots=True)
+class SmallLatent:
+    """The weights of latent attention in a layer of a small random decoder, not packed, named as in
+    `LatentProjections`.
+    """
+
+    keys: Tensor  # [num_heads, key_size, rank]
+    values: Tensor  # [num_heads, rank, value_size]
+    query: Tensor | None
+    norm: Norm
+    query_norm: Norm | None
+    is_interleaved: bool
+    keeps_order: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +90,7 @@ class SmallLayer:
     spec: AttentionSpec
     has_output_gate: bool = False
     delta: DeltaRule | None = None
+    latent: SmallLatent | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +121,8 @@ class DecoderKind:
     residual_scale: float = 1.0
     is_hybrid: bool = False
     """True if the first layer has the gated delta rule, and the second one attention with a gate."""
+    is_latent: bool = False
+    """True if both layers have latent attention: the first with one product of the query, the second with two."""
 
 
 LLAMA = DecoderKind("")
@@ -104,6 +132,7 @@ OTHER_KINDS = (
     DecoderKind(", as Cohere", is_centered=True, is_parallel=True, is_interleaved=True),
 )
 HYBRID = DecoderKind(", as Qwen 3.5", has_offset=True, is_hybrid=True)
+LATENT = DecoderKind(", as Youtu", residual_scale=0.5, is_latent=True)
 
 
 class DecoderKernel(Protocol):
@@ -154,6 +183,24 @@ class PackedDecoder:
             spec=layer.spec,
             has_output_gate=layer.has_output_gate,
             delta=layer.delta,
+            latent=None if layer.latent is None else self._packed_latent(layer.latent),
+        )
+
+    def _packed_latent(self, own: SmallLatent) -> LatentProjections:
+        heads = PackedHeads(self._library)
+        keys, values = heads.pack(own.keys), heads.pack(own.values)
+        assert keys is not None and values is not None  # `decoder_operations` has checked the sizes
+        return LatentProjections(
+            keys=keys,
+            values=values,
+            query=None if own.query is None else pack(self._library, [own.query], None),
+            norm=own.norm,
+            query_norm=own.query_norm,
+            num_heads=len(own.keys),
+            key_size=own.keys.shape[1],
+            value_size=own.values.shape[2],
+            is_interleaved=own.is_interleaved,
+            keeps_order=own.keeps_order,
         )
 
     def _packed(self, weight: Tensor | QuantizedWeight, bias: Tensor | None, *, takes_turns: bool = False) -> Matrix:
@@ -190,7 +237,9 @@ class TwinDecoder:
         following = [*(layer.input_norm for layer in layers[1:]), rules.final_norm]
         places = iter(zip(caches, metas, strict=True))
         for layer, after in zip(layers, following, strict=True):
-            if layer.delta is None:
+            if layer.latent is not None:
+                mixed = self._attend_latents(layer, layer.latent, x, rotation, *next(places))
+            elif layer.delta is None:
                 mixed = self._attend(layer, x, rotation, *next(places))
             else:
                 assert states is not None
@@ -222,6 +271,31 @@ class TwinDecoder:
         attended = self._attention.attend(query, cache, meta, layer.spec).flatten(1)
         return twin_mixers.sigmoid_gate(attended, gate.flatten(1)) if layer.has_output_gate else attended
 
+    def _attend_latents(
+        self,
+        layer: SmallLayer,
+        own: SmallLatent,
+        normed: Tensor,
+        rotation: Rotation,
+        cache: Tensor,
+        meta: AttentionMetadata,
+    ) -> Tensor:
+        width, count = cache.shape[4], len(own.keys)
+        product = twin.linear(normed, layer.qkv, layer.qkv_bias)
+        asked, latents = product[:, :-width], product[:, -width:]
+        if own.query is not None:
+            asked = twin.linear(_normed(asked, own.query_norm), own.query, None)
+        asked = asked.reshape(len(asked), count, -1)
+        query = asked.new_empty(len(asked), count, width)
+        rows = LatentRows(latents, asked, own.norm, rotation, own.is_interleaved, own.keeps_order)
+        new = twin_mixers.latent_rows(rows, query)
+        self._attention.store(new, new, cache, meta)
+        twin_mixers.multiply_heads(asked[..., : own.keys.shape[1]], own.keys, query[..., : own.keys.shape[2]])
+        attended = self._attention.attend(query, cache, meta, layer.spec)
+        output = attended.new_empty(len(attended), count, own.values.shape[2])
+        twin_mixers.multiply_heads(attended, own.values, output)
+        return output.flatten(1)
+
     @staticmethod
     def _apply_delta_rule(
         layer: SmallLayer, rule: DeltaRule, normed: Tensor, meta: AttentionMetadata, states: DeltaStates
@@ -248,9 +322,8 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
     draw = Draw(host, shapes.dtype)
     ratio, num_kv_heads = shapes.num_heads // shapes.num_kv_heads, min(MAX_KV_HEADS, shapes.num_kv_heads)
     small = replace(shapes, num_kv_heads=num_kv_heads, num_heads=ratio * num_kv_heads)
-    others = (*OTHER_KINDS, HYBRID) if _has_delta_rule(shapes.mixers) else OTHER_KINDS
     found = []
-    for kind, form in [(LLAMA, None), *((LLAMA, form) for form in shapes.formats), *((k, None) for k in others)]:
+    for kind, form in _kinds(shapes):
         decoder = _draw_decoder(small, kind, form, draw)
         weights = [weight for layer in decoder.layers for weight in (layer.qkv, layer.gate_up, layer.down)]
         if all(can_pack(weight) for weight in weights if isinstance(weight, QuantizedWeight)):
@@ -259,6 +332,14 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
             shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}{kind.label}"
             found.append(Operation("decoder", shape, _run(decoder, small, draw, kind), 2 * shapes.tolerance))
     return found
+
+
+def _kinds(shapes: ProofShapes) -> list[tuple[DecoderKind, WeightFormat | None]]:
+    """Return the kinds of decoders that are compared, and the weight format of each; None: unquantized."""
+    if shapes.num_planes == 1:
+        return [(LATENT, None)] if shapes.mixers.rank and shapes.mixers.rank % PANEL == 0 else []
+    others = (*OTHER_KINDS, HYBRID) if _has_delta_rule(shapes.mixers) else OTHER_KINDS
+    return [(LLAMA, None), *((LLAMA, form) for form in shapes.formats), *((kind, None) for kind in others)]
 
 
 def _has_delta_rule(mixers: MixerShapes) -> bool:
@@ -303,6 +384,8 @@ def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | N
         values = rule.num_heads * rule.value_size
         qkv, output = weight(len(rule.convolution) + values + 2 * rule.num_heads, HIDDEN), weight(HIDDEN, values)
         layers[0] = replace(layers[0], qkv=qkv, output=output, has_output_gate=False, delta=rule)
+    if kind.is_latent:
+        layers = [_with_latents(layer, shapes.mixers, draw, number) for number, layer in enumerate(layers)]
     head = draw.values(VOCAB_SIZE, HIDDEN).div(HIDDEN**0.5)
     rules = DecoderRules(
         shapes.num_kv_heads,
@@ -314,6 +397,36 @@ def _draw_decoder(shapes: ProofShapes, kind: DecoderKind, form: WeightFormat | N
         has_wide_norms=kind.has_wide_norms,
     )
     return SmallDecoder(layers, rules, head, dim)
+
+
+def _with_latents(layer: SmallLayer, mixers: MixerShapes, draw: Draw, number: int) -> SmallLayer:
+    """Return a layer with latent attention in place of other attention. Layers with an odd `number` have two products
+    of the query, and other orders of what rotates.
+    """
+
+    def weight(*sizes: int) -> Tensor:
+        return draw.values(*sizes).div(sizes[-1] ** 0.5)
+
+    has_two, queries = number % 2 == 1, LATENT_HEADS * (LATENT_KEY_SIZE + mixers.rotary_size)
+    first = QUERY_RANK if has_two else queries
+    own = SmallLatent(
+        keys=weight(LATENT_HEADS, LATENT_KEY_SIZE, mixers.rank),
+        values=weight(LATENT_HEADS, mixers.rank, LATENT_VALUE_SIZE),
+        query=weight(queries, QUERY_RANK) if has_two else None,
+        norm=Norm(draw.values(mixers.rank), EPS),
+        query_norm=Norm(draw.values(QUERY_RANK), EPS) if has_two else None,
+        is_interleaved=True,
+        keeps_order=not has_two,
+    )
+    rows = first + mixers.rank + mixers.rotary_size
+    return replace(
+        layer,
+        head_norms=None,
+        qkv=weight(rows, HIDDEN),
+        qkv_bias=None if layer.qkv_bias is None else draw.values(rows),
+        output=weight(HIDDEN, LATENT_HEADS * LATENT_VALUE_SIZE),
+        latent=own,
+    )
 
 
 def _draw_delta_rule(mixers: MixerShapes, draw: Draw) -> DeltaRule:
@@ -345,7 +458,8 @@ def _run(
     metas = [batch.meta, batch.meta if kind is LLAMA else _in_other_blocks(batch.meta, len(batch.tensor), shapes)]
     attending = [number for number, layer in enumerate(decoder.layers) if layer.delta is None]
     embeddings = draw.values(batch.num_tokens, HIDDEN)
-    angles = draw.normal(1, batch.num_tokens, shapes.head_dim // 2)
+    rotated = shapes.mixers.rotary_size if kind.is_latent else shapes.head_dim
+    angles = draw.normal(1, batch.num_tokens, rotated // 2)
     rows = (batch.meta.query_starts[1:] - 1).long()
     rule = decoder.layers[0].delta
     states = None if rule is None else _draw_states(rule, draw)

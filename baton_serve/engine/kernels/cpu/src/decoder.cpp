@@ -1,6 +1,6 @@
 // All layers of a decoder with ordinary MLPs in one call, on packed weights, with as few passes over memory as possible. The
 // families of models differ in where the norms stand, their kind, scales, activation and rotation. Layers may have the gated
-// delta rule in place of attention.
+// delta rule in place of attention, or latent attention.
 #include "arguments.h"
 #include "linear.h"
 #include "rows.h"
@@ -26,6 +26,17 @@ struct DeltaLayer {
   float epsilon;
 };
 
+// Latent attention (MLA). The columns of the product `qkv` are the query, or the input of the query's second product, then the
+// latent and the part of the key that rotates.
+struct LatentLayer {
+  PackedMatrix keys, values;  // as baton_linear_heads reads them: from parts of queries to latents, from latents to values
+  PackedMatrix query;         // the query's second product; words null: it has one only
+  const void *norm, *query_norm;                  // [rank]; [inputs of `query`] or null
+  int32_t num_heads, rank, key_size, value_size;  // num_heads 0: the layer has none; key_size: without what rotates
+  int32_t is_interleaved, keeps_order;            // as in LatentRowsArguments
+  float epsilon, query_epsilon;
+};
+
 struct DecoderLayer {
   PackedMatrix qkv, output, gate_up, down;
   NormWeights input_norm, attention_norm, mlp_norm, mlp_output_norm;  // before and behind attention and the MLP
@@ -38,6 +49,7 @@ struct DecoderLayer {
   int32_t sliding_window, rotation;  // rotation: its number in the step's cos and sin
   int32_t has_output_gate;  // attention's output is multiplied by the sigmoid of a gate, the last columns of `qkv`
   DeltaLayer delta;
+  LatentLayer latent;
 };
 
 struct StepArguments {
@@ -46,6 +58,7 @@ struct StepArguments {
   NormWeights final_norm;
   void* residual;                         // [num_tokens, hidden]: embeddings, destroyed
   void *normed, *heads, *attended, *gated, *parallel, *convolved;  // scratch, rows as wide as their matrices
+  void* latents;                          // scratch of latent attention, see `attend_latents`
   void* logits;                           // [num_logits, vocabulary]
   const float *cos, *sin;                 // [num_rotations, num_tokens, rotary_dim / 2]
   const int32_t *query_starts, *context_lens, *block_tables;
@@ -93,10 +106,7 @@ struct Step {
       if (layer.delta.num_heads) {
         apply_delta_rule(layer);
       } else {
-        if (layer.query_norm.weight) norm_heads(layer);
-        store(layer);
-        if (!attend(layer)) return false;
-        if (layer.has_output_gate) apply_output_gate(layer);
+        if (!(layer.latent.num_heads ? attend_latents(layer) : attend_heads(layer))) return false;
         if (a.after_layer && a.after_layer(num_attended++)) return true;
       }
       if (is_last && a.logit_rows) keep_logit_rows(layer);
@@ -198,15 +208,78 @@ struct Step {
     baton_gate(&gate);
   }
 
+  bool attend_heads(const DecoderLayer& layer) const {
+    if (layer.query_norm.weight) norm_heads(layer);
+    store(layer);
+    if (!attend(layer)) return false;
+    if (layer.has_output_gate) apply_output_gate(layer);
+    return true;
+  }
+
+  // The keys' products are applied to the queries, and the values' products to the sums of latents. The scratch memory has, of all
+  // tokens, the query if it has a second product, then what attention multiplies, the rows of the cache, and sums of latents.
+  bool attend_latents(const DecoderLayer& layer) const {
+    const LatentLayer& latent = layer.latent;
+    const int heads = latent.num_heads, rank = latent.rank, width = rank + a.rotary_dim, size = latent.key_size + a.rotary_dim;
+    bf16 *asked = (bf16*)a.heads, *made = (bf16*)a.latents;
+    bf16 *query = made + rows * heads * size, *stored = query + rows * heads * width, *sums = stored + rows * width;
+    int64_t asked_stride = layer.qkv.outputs;
+    if (latent.query.words) {
+      for_rows([&](int64_t token) {
+        bf16* row = asked + token * asked_stride;
+        norm_row(row, (const bf16*)latent.query_norm, (const bf16*)nullptr, row, latent.query.inputs, latent.query_epsilon, RMS);
+      });
+      const int64_t columns = heads * size;
+      if (!linear(latent.query, asked, asked_stride, made, columns, rows, PLAIN, a.num_threads)) return false;
+      asked = made, asked_stride = columns;
+    }
+    prepare_latents(layer, asked, asked_stride, query, stored);
+    AttendArguments attend = attend_arguments(layer);
+    attend.query = query, attend.output = sums;
+    attend.query_token_stride = heads * width, attend.query_head_stride = attend.head_dim = width, attend.value_dim = rank;
+    attend.num_heads = heads, attend.num_kv_heads = 1;
+    if (baton_linear_heads(&latent.keys, heads, asked, asked_stride, size, query, heads * width, width, rows, a.num_threads) ||
+        baton_attend(&attend))
+      return false;
+    return !baton_linear_heads(&latent.values, heads, sums, heads * rank, rank, a.attended, heads * latent.value_size,
+                               latent.value_size, rows, a.num_threads);
+  }
+
+  // Store the rows of the cache, and the rotated parts of queries where attention reads them.
+  void prepare_latents(const DecoderLayer& layer, const bf16* asked, int64_t asked_stride, bf16* query, bf16* stored) const {
+    const LatentLayer& latent = layer.latent;
+    const int width = latent.rank + a.rotary_dim;
+    LatentRowsArguments made{};
+    made.latents = (const bf16*)a.heads + layer.qkv.outputs - width, made.weight = latent.norm;
+    made.query = asked + latent.key_size, made.output = stored, made.attending = query + latent.rank;
+    made.cos = a.cos + layer.rotation * a.rotation_stride, made.sin = a.sin + layer.rotation * a.rotation_stride;
+    made.latent_stride = layer.qkv.outputs;
+    made.query_token_stride = asked_stride, made.query_head_stride = latent.key_size + a.rotary_dim;
+    made.attending_token_stride = latent.num_heads * width, made.attending_head_stride = width;
+    made.num_tokens = rows, made.rotary_stride = a.rotary_stride, made.num_heads = latent.num_heads;
+    made.rank = latent.rank, made.rotary_dim = a.rotary_dim, made.dtype = BF16, made.num_threads = a.num_threads;
+    made.is_interleaved = latent.is_interleaved, made.keeps_order = latent.keeps_order, made.epsilon = latent.epsilon;
+    baton_latent_rows(&made);
+    StoreArguments store = store_arguments(layer);
+    store.key = store.value = stored, store.num_kv_heads = 1, store.head_dim = width;
+    store.key_token_stride = store.value_token_stride = store.key_head_stride = store.value_head_stride = width;
+    baton_store(&store);
+  }
+
+  // f(row) for all rows.
+  template <class F> void for_rows(F f) const {
+#pragma omp parallel for schedule(static) num_threads(a.num_threads) if (rows >= PARALLEL_ROWS)
+    for (int64_t row = 0; row < rows; row++) f(row);
+  }
+
   void norm_heads(const DecoderLayer& layer) const {
     const int key_heads = a.has_wide_norms ? 1 : a.num_kv_heads, query_heads = a.has_wide_norms ? 1 : a.num_heads;
     const int query_size = query_width / query_heads, key_size = a.num_kv_heads * a.head_dim / key_heads;
-#pragma omp parallel for schedule(static) num_threads(a.num_threads) if (rows >= PARALLEL_ROWS)
-    for (int64_t token = 0; token < rows; token++) {
+    for_rows([&](int64_t token) {
       bf16* heads = (bf16*)a.heads + token * layer.qkv.outputs;
       norm_each(heads, layer.query_norm, query_heads, query_size);
       norm_each(heads + query_width, layer.key_norm, key_heads, key_size);
-    }
+    });
   }
 
   void norm_each(bf16* heads, const NormWeights& weights, int count, int size) const {
@@ -217,36 +290,46 @@ struct Step {
 
   void store(const DecoderLayer& layer) const {
     bf16 *query = (bf16*)a.heads, *key = query + query_width, *value = key + a.num_kv_heads * a.head_dim;
-    StoreArguments store{};
+    StoreArguments store = store_arguments(layer);
     store.query = query, store.key = key, store.value = value;
     store.cos = a.cos + layer.rotation * a.rotation_stride, store.sin = a.sin + layer.rotation * a.rotation_stride;
-    store.cache = layer.cache, store.slots = layer.slots ? layer.slots : a.slots, store.interleaved = a.is_interleaved;
     store.query_token_stride = store.key_token_stride = store.value_token_stride = layer.qkv.outputs;
     store.query_head_stride = store.key_head_stride = store.value_head_stride = a.head_dim;
-    store.cache_block_stride = a.cache_block_stride, store.cache_value_offset = a.cache_value_offset;
-    store.cache_head_stride = a.cache_head_stride, store.cache_token_stride = a.cache_token_stride;
-    store.num_tokens = rows, store.rotary_stride = a.rotary_stride;
     store.num_heads = a.num_heads, store.num_kv_heads = a.num_kv_heads, store.head_dim = a.head_dim;
-    store.rotary_dim = a.rotary_dim, store.block_tokens = a.block_tokens, store.dtype = BF16;
-    store.num_threads = a.num_threads, store.codes = a.codes;
+    store.rotary_dim = a.rotary_dim, store.interleaved = a.is_interleaved;
     baton_store(&store);
   }
 
+  // What does not depend on the kind of attention, here and below.
+  StoreArguments store_arguments(const DecoderLayer& layer) const {
+    StoreArguments store{};
+    store.cache = layer.cache, store.slots = layer.slots ? layer.slots : a.slots;
+    store.cache_block_stride = a.cache_block_stride, store.cache_value_offset = a.cache_value_offset;
+    store.cache_head_stride = a.cache_head_stride, store.cache_token_stride = a.cache_token_stride;
+    store.num_tokens = rows, store.rotary_stride = a.rotary_stride, store.block_tokens = a.block_tokens;
+    store.dtype = BF16, store.num_threads = a.num_threads, store.codes = a.codes;
+    return store;
+  }
+
   bool attend(const DecoderLayer& layer) const {
-    AttendArguments attend{};
-    attend.query = a.heads, attend.cache = layer.cache, attend.output = a.attended;
-    attend.query_starts = a.query_starts, attend.context_lens = a.context_lens;
-    attend.block_tables = layer.block_tables ? layer.block_tables : a.block_tables;
-    attend.sinks = layer.sinks;
+    AttendArguments attend = attend_arguments(layer);
+    attend.query = a.heads, attend.output = a.attended;
     attend.query_token_stride = layer.qkv.outputs, attend.query_head_stride = a.head_dim;
-    attend.cache_block_stride = a.cache_block_stride, attend.cache_value_offset = a.cache_value_offset;
-    attend.cache_head_stride = a.cache_head_stride, attend.cache_token_stride = a.cache_token_stride;
-    attend.table_stride = a.table_stride, attend.num_seqs = a.num_seqs;
     attend.num_heads = a.num_heads, attend.num_kv_heads = a.num_kv_heads;
     attend.head_dim = attend.value_dim = a.head_dim;
+    return baton_attend(&attend) == 0;
+  }
+
+  AttendArguments attend_arguments(const DecoderLayer& layer) const {
+    AttendArguments attend{};
+    attend.cache = layer.cache, attend.query_starts = a.query_starts, attend.context_lens = a.context_lens;
+    attend.block_tables = layer.block_tables ? layer.block_tables : a.block_tables;
+    attend.sinks = layer.sinks, attend.table_stride = a.table_stride, attend.num_seqs = a.num_seqs;
+    attend.cache_block_stride = a.cache_block_stride, attend.cache_value_offset = a.cache_value_offset;
+    attend.cache_head_stride = a.cache_head_stride, attend.cache_token_stride = a.cache_token_stride;
     attend.block_tokens = a.block_tokens, attend.sliding_window = layer.sliding_window, attend.dtype = BF16;
     attend.num_threads = a.num_threads, attend.codes = a.codes, attend.scale = layer.scale, attend.softcap = layer.softcap;
-    return baton_attend(&attend) == 0;
+    return attend;
   }
 
   // Keep only the tokens whose logits are wanted. Rows move towards the start, so none is overwritten before it has moved.

@@ -35,3 +35,9 @@ bool linear(const PackedMatrix& weights, const bf16* x, int64_t x_stride, bf16* 
             Epilogue epilogue, int num_threads);
 
 }  // namespace baton
+
+// The product of each head with its own weights: outputs [head * n, (head + 1) * n) of `weights` are of one head, where n is a
+// multiple of a panel's outputs. Strides count elements. 0: done; 2: out of memory.
+extern "C" int baton_linear_heads(const baton::PackedMatrix* weights, int32_t num_heads, const void* x, int64_t x_stride,
+                                  int64_t x_head_stride, void* y, int64_t y_stride, int64_t y_head_stride, int64_t rows,
+                                  int32_t num_threads);
