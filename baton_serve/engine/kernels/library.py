@@ -43,23 +43,26 @@ class LibraryAttention:
         for sequence, (start, end) in enumerate(pairwise(meta.query_starts.tolist())):
             if end > start:
                 table = meta.block_tables[sequence]
-                output[start:end] = _attend_one(query[start:end], cache, lengths[sequence], table, spec)
+                ends = None if meta.seen_ends is None else meta.seen_ends[start:end, None]
+                output[start:end] = _attend_one(query[start:end], cache, lengths[sequence], table, spec, ends)
         return output
 
     def attend_new(self, new: NewHeads, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor | None:
         return None
 
 
-def _attend_one(query: Tensor, cache: Tensor, length: int, table: Tensor, spec: AttentionSpec) -> Tensor:
+def _attend_one(
+    query: Tensor, cache: Tensor, length: int, table: Tensor, spec: AttentionSpec, seen_ends: Tensor | None
+) -> Tensor:
     """Return attention of one sequence for its new tokens, [num_tokens, num_heads, head_dim]. The sequence has `length`
-    tokens in the KV blocks `table`.
+    tokens in the KV blocks `table`. `seen_ends`, [num_tokens, 1], are those of `AttentionMetadata`.
     """
     blocks = kv_codes.read(cache, table[: -(-length // cache.shape[3])].long())
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(query.dtype).unbind(0)
     positions = torch.arange(length - len(query), length, device=query.device)[:, None]
     kv_positions = torch.arange(length, device=query.device)[None, :]
     # Not `is_causal`: it aligns a chunk with the first keys, and a chunk lies at the end of its context.
-    visible = kv_positions <= positions
+    visible = kv_positions <= positions if seen_ends is None else kv_positions < seen_ends
     if spec.sliding_window is not None:
         visible &= kv_positions > positions - spec.sliding_window
     # `enable_gqa` has no fast kernel on some devices.

@@ -33,8 +33,12 @@ class AttentionMetadata:
     has_singles: bool = True
     """True if sequences with exactly one new token may be among longer ones."""
     seen_ends: Tensor | None = None
-    """int32 [num_tokens]: the position behind the last token that each row sees, for images whose tokens see each other
-    in both directions. It never lies before the row or behind its sequence. None: each row sees itself last."""
+    """int32 [num_tokens]: the position behind the last token that each row sees, for images or prompts whose tokens see
+    each other in both directions. It never lies before the row or behind its sequence. None: each row sees itself
+    last."""
+    unwindowed: Tensor | None = None
+    """bool [num_tokens]: rows that see all tokens before `seen_ends` in layers with a sliding window, too. None: no row
+    does. Kernels do not support that: `BidirectionalPrompts` lets such a layer attend with and without its window."""
 
 
 @dataclass(frozen=True, slots=True)
