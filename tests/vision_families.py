@@ -4,6 +4,7 @@ answers to prompts with images: the reference of their tests.
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from io import BytesIO
@@ -185,6 +186,30 @@ def _aya_vision(token: Callable[[str], int]) -> dict[str, Any]:
     }
 
 
+def _paligemma(model_type: str, **text: Any) -> Callable[[Callable[[str], int]], dict[str, Any]]:
+    def config(token: Callable[[str], int]) -> dict[str, Any]:
+        return {
+            "model_type": "paligemma",
+            # Tied weights would make random models repeat one token.
+            "text_config": {**TEXT, "model_type": model_type, "tie_word_embeddings": False, **text},
+            "tie_word_embeddings": False,
+            "vision_config": {**SIGLIP, "vision_use_head": False},
+            "hidden_size": 32,
+            "projection_dim": 32,
+            "image_token_index": token("<image>"),
+        }
+
+    return config
+
+
+_PALIGEMMA: tuple[str, tuple[str, dict[str, Any]], dict[str, str], str] = (
+    "paligemma.processing_paligemma.PaliGemmaProcessor",
+    ("SiglipImageProcessorPil", {"size": EDGE, "image_seq_length": 16}),
+    {"image_token": "<image>"},
+    "<image>",
+)
+
+
 ONEVISION_GRID = [[tall, wide] for tall in (16, 32, 48) for wide in (16, 32, 48)]
 _PIXTRAL_IMAGES = ("PixtralImageProcessorPil", {"size": {"longest_edge": 32}, "patch_size": 4})
 _PIXTRAL_TOKENS = {"image_token": "[IMG]", "image_break_token": "[IMG_BREAK]", "image_end_token": "[IMG_END]"}
@@ -306,6 +331,13 @@ FAMILIES: dict[str, VisionFamily] = {
         "<image>",
         ["<|START_OF_IMG|>", "<|END_OF_IMG|>"],
         {"patch_size": 4, "img_size": 16, "downsample_factor": 2},
+    ),
+    "paligemma": VisionFamily(_paligemma("gemma"), *_PALIGEMMA, least_step=200),
+    # The window is shorter than all prompts, whose tokens see each other beyond it.
+    "paligemma2": VisionFamily(
+        _paligemma("gemma2", sliding_window=12, query_pre_attn_scalar=16, final_logit_softcapping=30.0),
+        *_PALIGEMMA,
+        least_step=200,
     ),
     "deepseek_vl": VisionFamily(
         _fixed("deepseek_vl"),
@@ -449,14 +481,22 @@ class VisionReference:
         """Return the inputs of the model for a text with placeholders. `settings` are those of the processor."""
         opened = [Image.open(BytesIO(image)).convert("RGB") for image in images]
         if not opened:
-            return dict(self._processor.tokenizer(text, return_tensors="pt"))
-        return dict(self._processor(text=text, images=opened, return_tensors="pt", **settings))
+            found = dict(self._processor.tokenizer(text, return_tensors="pt"))
+            if self._model.config.model_type == "paligemma":
+                # Its processor refuses text alone. To the model all of a prompt is a prefix, as the zeros say.
+                found["token_type_ids"] = torch.zeros_like(found["input_ids"])
+            return found
+        with warnings.catch_warnings():
+            # PaliGemma's processor passes tensors to numpy in a deprecated way.
+            warnings.filterwarnings("ignore", "__array__ implementation", DeprecationWarning)
+            return dict(self._processor(text=text, images=opened, return_tensors="pt", **settings))
 
     @torch.inference_mode()
     def answer(self, text: str, images: Sequence[bytes], count: int, **settings: Any) -> tuple[list[int], list[int]]:
         """Return the tokens of a prompt, and transformers' greedy answer. `settings` are those of the processor."""
         inputs = self.tokens(text, images, **settings)
         inputs.pop("num_crops", None)
+        inputs.pop("labels", None)
         found = self._model.generate(**inputs, max_new_tokens=count, do_sample=False, pad_token_id=0)
         length = inputs["input_ids"].shape[1]
         return inputs["input_ids"][0].tolist(), found[0, length:].tolist()

@@ -56,6 +56,7 @@ TAIL = """
 | LLaVA-OneVision | `llava_onevision` | the same, reduced to nine tiles |
 | Gemma 3 4B to 27B | `gemma3` | 256 tokens that see each other in both directions |
 | Gemma 4 | `gemma4` | up to 280 tokens in its shape |
+| PaliGemma 1 and 2 | `paligemma` | 256 to 4,096 tokens; one step computes the whole prompt |
 | InternVL 2.5 to 3.5 in transformers' form | `internvl` | up to 12 tiles and an overview of 256 tokens each |
 | Idefics3, SmolVLM | `idefics3`, `smolvlm` | labelled tiles and an overview |
 | Aya Vision | `aya_vision` | labelled tiles and an overview |
@@ -67,9 +68,10 @@ They must be in transformers' format (`llava-hf/…`). Prompts and greedy answer
 (`tests/engine/test_image_families.py`). Prefill and unified instances load the vision tower; decode instances, and
 instances with several stages, load only the decoder and serve text. The longer side of an image may be 100 times
 the shorter one at most. For Gemma 3 and 4 one step must have room for all tokens of an image; Gemma 3 pans and
-scans (`do_pan_and_scan` in `mm_processor_kwargs`). In `image_embeds`, Pixtral and Idefics3 need the grid of
-patches or tiles (`image_grid_thw`). LLaVA-OneVision reads each of several images with its tiles. A new family is
-one file beside `baton_serve/contracts/vision/registry.py` and one line in it ([ADR 0013](../adr/0013-images.md)).
+scans (`do_pan_and_scan` in `mm_processor_kwargs`). All tokens of a PaliGemma prompt see each other, so that only
+equal prompts share cached blocks. In `image_embeds`, Pixtral and Idefics3 need the grid of
+patches or tiles (`image_grid_thw`). LLaVA-OneVision reads several images in tiles. A new family is
+one file and one line in `baton_serve/contracts/vision/registry.py` ([ADR 0013](../adr/0013-images.md)).
 
 Of other vision models the text is served ([below](#every-family-of-transformers)); their images get status 400.
 

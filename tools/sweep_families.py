@@ -36,6 +36,7 @@ from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.refusals import refuse_type
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.vision.decoder import BIDIRECTIONAL_TYPES
 from tools.model_verdicts import VERDICTS, Verdict, Verdicts, generating_families, read_verdicts, write_verdicts
 from tools.tiny_families import PROMPT_TOKENS, VOCAB_SIZE, write_family
 
@@ -143,14 +144,15 @@ def judge_division(folder: Path, reference: Any, ranks: int, stages: int) -> tup
 
 
 def tiny_llm(folder: Path, **settings: Any) -> LLM:
-    """Return an engine of a tiny model, whose steps end at odd places."""
+    """Return an engine of a tiny model, whose steps end at odd places if they need not compute whole prompts."""
+    stated = msgspec.json.decode((folder / "config.json").read_bytes())
     return LLM(
         str(folder),
         device="cpu",
         dtype="float32",
         max_model_len=256,
         max_num_seqs=4,
-        max_num_batched_tokens=CHUNK_TOKENS,
+        max_num_batched_tokens=None if stated.get("model_type") in BIDIRECTIONAL_TYPES else CHUNK_TOKENS,
         kv_cache_memory_bytes=64 << 20,
         **settings,
     )
@@ -204,11 +206,15 @@ def differences(reference: Any, prompt: list[int], answer: Any) -> list[str]:
     """Return what differs between one answer of the engine and that of transformers."""
     ids = torch.tensor([prompt])
     expected: list[int] = []
+    # Zeros say that the prompt is seen in both directions. The processor adds them, which the sweep does not call.
+    is_bidirectional = reference.config.model_type in BIDIRECTIONAL_TYPES
+    kinds = {"token_type_ids": torch.zeros_like(ids)} if is_bidirectional else {}
     # Caches of transformers lose the window of some families, whose answers without a cache are right.
     for use_cache in (True, False):
         found = reference.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
+            **kinds,
             max_new_tokens=ANSWER_TOKENS,
             do_sample=False,
             use_cache=use_cache,

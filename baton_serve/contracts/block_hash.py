@@ -45,6 +45,19 @@ def root_hash(
     return BlockHash(digest.digest()[:BLOCK_HASH_BYTES])
 
 
+def prompt_root(root: BlockHash, token_ids: Sequence[int], media: Sequence[MediaSpan]) -> BlockHash:
+    """Return the root hash for a prompt whose tokens attend to each other in both directions: only requests with the
+    same prompt and images share blocks, since the KV of its first token depends on its last one.
+
+    `token_ids` and `media` are those of the prompt, without tokens that were generated after it. `root` is that of
+    `root_hash`.
+    """
+    digest = sha256(b"baton-prompt-1" + root + len(token_ids).to_bytes(8, "little") + _words(token_ids))
+    for span in media:
+        digest.update(span.start.to_bytes(8, "little") + span.length.to_bytes(8, "little") + span.digest)
+    return BlockHash(digest.digest()[:BLOCK_HASH_BYTES])
+
+
 def checkpoint_hashes(block_hash: BlockHash, count: int) -> list[BlockHash]:
     """Return the hashes of the `count` blocks that hold the recurrent states after the last token of the block with
     hash `block_hash`, which may be partly filled.
@@ -112,14 +125,7 @@ def hash_blocks(
     instead, and begin at token `start` of the prompt. `media` lists the prompt's images; its positions count from the
     start of the prompt.
     """
-    # An array converts all ids by one call: hashing a long prompt is on the way to its first token.
-    words = array("I", token_ids)
-    if words.itemsize != 4:
-        raise RuntimeError("this platform's unsigned int is not 4 bytes")
-    # Hashes must be equal on every machine.
-    if sys.byteorder == "big":
-        words.byteswap()
-    data = words.tobytes()
+    data = _words(token_ids)
     block_hash: bytes = root if parent is None else parent
     hashes: list[BlockHash] = []
     step, spans = block_tokens * 4, list(media)
@@ -129,6 +135,18 @@ def hash_blocks(
         block_hash = sha256(block_hash + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
         hashes.append(BlockHash(block_hash))
     return hashes
+
+
+def _words(token_ids: Sequence[int]) -> bytes:
+    """Return token ids as little-endian uint32."""
+    # An array converts all ids by one call: hashing a long prompt is on the way to its first token.
+    words = array("I", token_ids)
+    if words.itemsize != 4:
+        raise RuntimeError("this platform's unsigned int is not 4 bytes")
+    # Hashes must be equal on every machine.
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
 def _with_media(parent: bytes, spans: list[MediaSpan], start: int, block_tokens: int) -> bytes:

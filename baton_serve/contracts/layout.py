@@ -88,10 +88,15 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """Set if the layers are divided into cache groups, each with blocks of its own: one group of the `num_layers`
     layers with full attention, and groups of at most as many layers with a sliding window. Blocks of the latter are
     freed once no token sees them any more."""
+    has_bidirectional_prompts: bool | UnsetType = UNSET
+    """True if all tokens of a prompt attend to each other in both directions, so that the KV of each depends on the
+    whole prompt (`block_hash.prompt_root`). Unset (False becomes that) for all other models."""
 
     def __post_init__(self) -> None:
         if self.source_tokens == 0:
             msgspec.structs.force_setattr(self, "source_tokens", UNSET)
+        if self.has_bidirectional_prompts is False:
+            msgspec.structs.force_setattr(self, "has_bidirectional_prompts", UNSET)
         if self.layers is not UNSET and len(self.layers) != self.num_layers:
             raise ValueError(f"{len(self.layers)} shapes for {self.num_layers} layers")
 

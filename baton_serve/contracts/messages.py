@@ -73,6 +73,22 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     branches: Annotated[list[int], msgspec.Meta(max_length=8)] = []
     """Numbers of tokens after which the prompt parts from others that the router knows. An instance whose model has
     recurrent states takes a checkpoint there."""
+    tenant_root: BlockHash = BlockHash(b"")
+    """The root that all prompts of a tenant have, if `root` is that of one prompt (`block_hash.prompt_root`). Instances
+    keep images under it. Empty: `root`."""
+    num_bidirectional_tokens: int = 0
+    """Number of leading tokens that attend to each other in both directions, for models whose prompts do; 0: all of the
+    prompt. It is less than `num_prompt_tokens` in a beam search, in which generated tokens count as prompt."""
+
+    @property
+    def tenant(self) -> BlockHash:
+        """Return the root hash that separates the images of tenants."""
+        return self.tenant_root or self.root
+
+    @property
+    def bidirectional_tokens(self) -> int:
+        """Return how many leading tokens attend to each other in both directions, if the model's prompts do."""
+        return self.num_bidirectional_tokens or self.num_prompt_tokens
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):

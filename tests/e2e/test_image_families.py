@@ -49,16 +49,18 @@ def text_of(turns: Turns, placeholder: str) -> str:
         ("idefics3", "usm", {}),
         ("mistral3", "usm", {}),
         ("aya_vision", "zeromq", {}),
+        ("paligemma", "zeromq", {}),
+        ("paligemma2", "usm", {}),
     ],
-    ids=["gemma3", "gemma3_crops", "idefics3", "mistral3", "aya_vision"],
+    ids=["gemma3", "gemma3_crops", "idefics3", "mistral3", "aya_vision", "paligemma", "paligemma2"],
 )
 def test_chats_equal_transformers(name: str, transport: str, settings: dict[str, Any], tmp_path: Path) -> None:
     family = FAMILIES[name]
-    more = {"mm_processor_kwargs": settings}
+    more, step = {"mm_processor_kwargs": settings}, {"max_num_batched_tokens": max(32, family.least_step)}
     write_vision_model(tmp_path, family)
 
     async def ask() -> tuple[list[dict[str, Any]], list[list[int]]]:
-        async with asyncio.timeout(60), served(tmp_path, transport=transport) as client:
+        async with asyncio.timeout(60), served(tmp_path, transport=transport, instance=step) as client:
             await until_ready(client)
             answers, prompts = [], []
             for turns in CHATS * 2:

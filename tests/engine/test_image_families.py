@@ -23,7 +23,7 @@ from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.placeholders import DecodedImage
 from baton_serve.engine.model.vision.tower import load_tower
-from tests.engine.driving import hand_over, make_engine, make_work, run
+from tests.engine.driving import hand_over, make_engine, make_work, rooted, run
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
 
@@ -75,7 +75,8 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def work_of(engine: Engine, name: str, tokens: list[int], spans: Sequence[MediaSpan], **more: Any) -> Work:
     values = {"max_tokens": COUNT, "ignore_eos": True, "num_prompt_tokens": len(tokens), **more}
     generated = values.pop("generated", [])
-    return msgspec.structs.replace(make_work(engine, name, tokens + generated, **values), media=list(spans))
+    work = make_work(engine, name, tokens + generated, **values)
+    return rooted(engine, msgspec.structs.replace(work, media=list(spans)))
 
 
 def spans_of(tiny: Tiny, number: int) -> list[MediaSpan]:
@@ -117,7 +118,9 @@ def test_prompts_and_answers_equal_transformers(tiny: Tiny, step: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "tiny", ["gemma3", "gemma4", "internvl", "idefics3", "mistral3", "llava_onevision", "deepseek_vl"], indirect=True
+    "tiny",
+    ["gemma3", "gemma4", "internvl", "idefics3", "mistral3", "llava_onevision", "deepseek_vl", "paligemma2"],
+    indirect=True,
 )
 def test_two_ranks(tiny: Tiny) -> None:
     """Of tokens that see each other, of tiles, and of images with marks among their embeddings."""
@@ -139,11 +142,12 @@ def test_two_ranks(tiny: Tiny) -> None:
             assert [answers[f"{name} {number}", 0] for number in range(6)] == [answer for _, answer in tiny.answers]
 
 
-@pytest.mark.parametrize("tiny", ["gemma3", "idefics3", "mistral3"], indirect=True)
+@pytest.mark.parametrize("tiny", ["gemma3", "idefics3", "mistral3", "paligemma", "paligemma2"], indirect=True)
 def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
     settings: dict[str, Any] = {"block_size": 8, "max_model_len": 512}
+    step = max(40, tiny.least_step)
     with (
-        make_engine(tiny.folder, reads_images=True, max_num_batched_tokens=40, max_num_seqs=4, **settings) as source,
+        make_engine(tiny.folder, reads_images=True, max_num_batched_tokens=step, max_num_seqs=4, **settings) as source,
         make_engine(tiny.folder, **settings) as sink,
     ):
         assert source.image_reader is not None and sink.image_reader is None

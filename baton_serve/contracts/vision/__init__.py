@@ -8,7 +8,14 @@ from baton_serve.contracts.vision.embedders import READERS, TEXT_ALONE, Embedder
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError, num_embeddings
 from baton_serve.contracts.vision.placeholders import expand_runs, media_spans, write_parts, write_parts_as_tokens
-from baton_serve.contracts.vision.registry import HEARD, SERVED, configured, image_family, why_unread
+from baton_serve.contracts.vision.registry import (
+    HEARD,
+    SERVED,
+    configured,
+    default_template,
+    image_family,
+    why_unread,
+)
 from baton_serve.contracts.vision.sound_rules import SoundRules
 
 __all__ = [
@@ -23,6 +30,7 @@ __all__ = [
     "SoundRules",
     "UnfitImageError",
     "configured",
+    "default_template",
     "embedder_images",
     "expand_runs",
     "image_family",

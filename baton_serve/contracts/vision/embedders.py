@@ -106,7 +106,7 @@ def _colqwen2(facts: ModelFacts) -> EmbedderImages | None:
         is_alone=True,
         image_text=stated.visual_prompt_prefix or page,
         before=stated.query_prefix or "Query: ",
-        behind=f"{_text_of(facts, 'pad_token') * 10}\n",
+        behind=f"{facts.token_text('pad_token') * 10}\n",
     )
 
 
@@ -115,7 +115,7 @@ def _colpali(facts: ModelFacts) -> EmbedderImages:
     tower = known.vision_config
     stated = msgspec.convert(facts.processor, _ColProcessor)
     token_id = known.image_token_index if known.image_token_id is None else known.image_token_id
-    begin, page = _text_of(facts, "bos_token"), stated.visual_prompt_prefix
+    begin, page = facts.token_text("bos_token"), stated.visual_prompt_prefix
     question = "Question: " if stated.query_prefix is None else stated.query_prefix
     return EmbedderImages(
         family=FixedImages(
@@ -127,15 +127,8 @@ def _colpali(facts: ModelFacts) -> EmbedderImages:
         is_alone=True,
         image_text=f"<image>{begin}{'Describe the image.' if page is None else page}\n",
         before=f"{begin}{question}",
-        behind=f"{_text_of(facts, 'pad_token') * 10}\n",
+        behind=f"{facts.token_text('pad_token') * 10}\n",
     )
-
-
-def _text_of(facts: ModelFacts, name: str) -> str:
-    """Return the text of a special token that tokenizer_config.json names."""
-    stated = facts.tokenizer.get(name)
-    found = stated.get("content") if isinstance(stated, Mapping) else stated
-    return found if isinstance(found, str) else ""
 
 
 _MODELS: Mapping[str, Callable[[ModelFacts], EmbedderImages | None]] = {

@@ -58,6 +58,13 @@ class ModelFacts(msgspec.Struct, frozen=True):
             self, images=_replaced(self.images, images), videos=_replaced(self.videos, videos), settings=images
         )
 
+    def token_text(self, name: str) -> str:
+        """Return the text of a special token that tokenizer_config.json names, such as `bos_token`; empty if it names
+        none."""
+        stated = self.tokenizer.get(name)
+        found = stated.get("content") if isinstance(stated, Mapping) else stated
+        return found if isinstance(found, str) else ""
+
 
 def _sounds(nested: object, folder: Path) -> Mapping[str, Any]:
     if isinstance(nested, dict):

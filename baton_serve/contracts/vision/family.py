@@ -27,6 +27,8 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     processor_settings: Mapping[str, Any] = {}
     """Arguments of the model's image processor, as transformers' processor of the whole model gives them."""
 
+    chat_template: str = ""
+    """The chat template of models whose folders have none; empty for families whose folders have one."""
     attends_both_ways: bool = False
     """True if the tokens of an image attend to each other in both directions. Then one step computes all of them."""
     video: VideoRules | FrameRules | None = None
@@ -98,6 +100,11 @@ class ImageFamily(msgspec.Struct, frozen=True, kw_only=True):
     def _written(self, parts: Parts, grid: TokenGrid | None) -> MediaText:
         placeholder = self.placeholder or self.image_token_id
         return MediaText(parts=parts, token_id=self.image_token_id, placeholder=placeholder, grids=(grid,))
+
+    def framed(self, text: str) -> str:
+        """Return the text of a prompt, with a placeholder for each image, with what the model's processor adds to it;
+        for most families nothing."""
+        return text
 
     def call_settings(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the arguments of the image processor for images that are read with `settings` (see `READS`).

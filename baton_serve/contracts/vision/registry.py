@@ -16,6 +16,7 @@ from baton_serve.contracts.vision import (
     internvl,
     llava,
     llava_onevision,
+    paligemma,
     pixtral,
     sounds,
 )
@@ -39,6 +40,7 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "llava_next_video": llava.family,
     "llava_onevision": llava_onevision.family,
     "mistral3": pixtral.family,
+    "paligemma": paligemma.family,
     "qwen2_5_omni_thinker": grids.qwen,
     "qwen2_5_vl": grids.qwen,
     "qwen2_audio": sounds.family,
@@ -89,6 +91,12 @@ def _made(facts: ModelFacts) -> ImageFamily | None:
     # A model that reads audio alone has no image processor.
     family = make(facts) if make is not None and (facts.images or make is sounds.family) else None
     return None if family is None else msgspec.structs.replace(family, facts=facts)
+
+
+def default_template(facts: ModelFacts) -> str | None:
+    """Return the chat template for the model if its folder has none; None: it needs one."""
+    family = image_family(facts)
+    return None if family is None else family.chat_template or None
 
 
 def configured(family: ImageFamily, settings: Mapping[str, Any]) -> ImageFamily:

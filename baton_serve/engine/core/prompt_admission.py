@@ -143,7 +143,11 @@ class PromptAdmission:
         layers with a sliding window that the next token sees."""
         pool, block_tokens, states = self._table.pool, self._table.limits.block_tokens, self._table.checkpoints
         # Leave at least the last token to compute: its logits give the next token.
-        num_full = (len(sequence.token_ids) - 1) // block_tokens
+        num_tokens = len(sequence.token_ids)
+        num_full = (num_tokens - 1) // block_tokens
+        if self._table.limits.has_bidirectional_prompts and num_full * block_tokens == num_tokens - 1:
+            # A single token would be computed like one of an answer, which does not see the prompt beyond its window.
+            num_full = max(0, num_full - 1)
         prefix = pool.find([] if sequence.request.wants_prompt_logprobs else sequence.block_hashes[:num_full])
         windows = self._table.windows
         if windows.are_needed:

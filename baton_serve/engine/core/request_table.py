@@ -88,6 +88,10 @@ class SchedulerConfig:
     wrong for such batches."""
     keeps_images_whole: bool = False
     """True if no chunk may end inside an image, because its tokens attend to each other in both directions."""
+    has_bidirectional_prompts: bool = False
+    """True if all tokens of a prompt attend to each other in both directions, so that one step computes them all."""
+    shortest_window_tokens: int = 0
+    """The shortest sliding window of the model's layers; 0 without one."""
     has_position_rows: bool = False
     """True for models whose positions have three rows, for which images may shift the positions of text."""
 
@@ -103,10 +107,16 @@ class SchedulerConfig:
     @property
     def max_step_tokens(self) -> int:
         """Return the largest number of tokens in a step, for which the device must have memory."""
-        # A step may be longer than its share if an image begins it, which no chunk may end inside.
-        if self.keeps_images_whole:
+        # A step may be longer than its share if an image or prompt begins it, which no chunk may end inside.
+        if self.keeps_images_whole or self.has_bidirectional_prompts:
             return self.max_num_batched_tokens
         return min(self.max_num_batched_tokens, self.max_prompt_tokens + self.max_num_seqs)
+
+    @property
+    def max_whole_tokens(self) -> int:
+        """Return the largest number of tokens of an image or prompt that one step must compute: beside one token of
+        each sequence."""
+        return self.max_num_batched_tokens - self.max_num_seqs
 
     def prompt_tokens_for(self, num_unfinished: int) -> int:
         """Return how many prompt tokens the next step may have, if the prompts that are not finished have so many

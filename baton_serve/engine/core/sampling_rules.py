@@ -6,6 +6,7 @@ in any batch, and after a replay (docs/adr/0004-sampling-by-position.md).
 
 from itertools import chain
 
+from baton_serve.contracts.block_hash import prompt_root
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.request_table import SchedulerConfig
@@ -71,7 +72,29 @@ def check_work(work: Work, limits: SchedulerConfig, vocab_size: int, *, max_logp
     if num_tokens - work.num_prompt_tokens >= sampling.max_tokens:
         raise RequestError("invalid", f"max_tokens ({sampling.max_tokens}) leaves nothing to generate")
     check_source(work, limits.source_blocks)
+    if limits.has_bidirectional_prompts:
+        _check_bidirectional(work, limits)
     _check_sampling(sampling, vocab_size=vocab_size, max_logprobs=max_logprobs)
+
+
+def _check_bidirectional(work: Work, limits: SchedulerConfig) -> None:
+    """Check a prompt whose tokens attend to each other in both directions. Raises `RequestError`."""
+    tokens = work.token_ids[: work.bidirectional_tokens]
+    if work.root != prompt_root(work.tenant_root, tokens, work.media):
+        # Blocks would be shared with prompts that begin alike, whose KV differs.
+        raise RequestError("internal", "the root of the block hashes is not that of the prompt: update the router")
+    if work.sampling.prompt_logprobs is not None:
+        raise RequestError(
+            "invalid",
+            "prompt_logprobs is not possible with this model: each token of a prompt sees the tokens after it",
+        )
+    if work.bidirectional_tokens > limits.max_whole_tokens:
+        raise RequestError(
+            "invalid",
+            f"the prompt has {work.bidirectional_tokens} tokens, which see each other in both directions, so that one"
+            f" step must compute them; here the maximum is {limits.max_whole_tokens}: raise max_num_batched_tokens"
+            " (--max-num-batched-tokens), which also has one token of each sequence",
+        )
 
 
 def _check_sampling(sampling: SamplingSpec, *, vocab_size: int, max_logprobs: int) -> None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.media import within
-from baton_serve.contracts.messages import ErrorCode, TokenLogprobs
+from baton_serve.contracts.messages import ErrorCode, TokenLogprobs, Work
 from baton_serve.engine.core.outputs import (
     BatchSize,
     CompletedBlocks,
@@ -336,10 +336,10 @@ class Scheduler:
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
         length = self._table.checkpoints.cut(sequence, length)
-        length = _around_images(sequence, length, chunks, self._table.limits)
+        length = _around_whole_parts(sequence, length, chunks, self._table.limits)
         if length and (room := self._table.windows.grow(sequence, start + length) - start) < length:
             # Too few free blocks for layers with a window: a shorter chunk, if it need not hold a whole image.
-            length = _around_images(sequence, room, chunks, self._table.limits) if room else 0
+            length = _around_whole_parts(sequence, room, chunks, self._table.limits) if room else 0
             length = length if length <= room else 0
         if not length:  # the image or the window needs a step of its own, which later sequences must not fill
             return budget
@@ -517,23 +517,32 @@ class StageSteps:
         return self._largest
 
 
-def _around_images(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:
-    """Return the length in tokens of a sequence's next chunk, changed so that the chunk ends inside no image: shorter,
-    or longer if the chunk begins with the image. `length` is the wanted length, and `chunks` are already in the step.
+def whole_parts(work: Work, start: int, end: int, limits: SchedulerConfig) -> list[tuple[int, int]]:
+    """Return (start, end) of each part of a prompt whose tokens attend to each other in both directions: its images, or
+    all of it, as far as one of their tokens lies among the tokens from `start` to `end` (exclusive). Most models have
+    no such parts."""
+    if limits.has_bidirectional_prompts:
+        return [(0, work.bidirectional_tokens)] if start < work.bidirectional_tokens else []
+    return [(span.start, span.end) for span in within(work.media, start, end)] if limits.keeps_images_whole else []
 
-    Return 0 if the step does not have room for the image. Only some models need whole images; for others `length` is
-    returned.
+
+def _around_whole_parts(sequence: Sequence, length: int, chunks: list[ScheduledChunk], limits: SchedulerConfig) -> int:
+    """Return the length in tokens of a sequence's next chunk, changed so that the chunk ends inside no image or prompt
+    that one step must compute: shorter, or longer if the chunk begins with it. `length` is the wanted length, and
+    `chunks` are already in the step.
+
+    Return 0 if the step does not have room for it. For models without such parts `length` is returned.
     """
-    if not limits.keeps_images_whole:
+    start = sequence.num_computed_tokens
+    if not (parts := whole_parts(sequence.request.work, start, start + length, limits)):
         return length
     room = limits.max_num_batched_tokens - sum([chunk.length for chunk in chunks])
-    start = sequence.num_computed_tokens
-    for span in within(sequence.request.work.media, start, start + length):
-        if start + length >= span.end:
+    for first, end in parts:
+        if start + length >= end:
             continue
-        if span.start > start:
-            return span.start - start
-        return span.end - start if span.end - start <= room else 0
+        if first > start:
+            return first - start
+        return end - start if end - start <= room else 0
     return length
 
 

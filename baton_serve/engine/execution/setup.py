@@ -16,6 +16,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.execution.kernel_choice import choose_kernels
+from baton_serve.engine.kernels.bidirectional import BidirectionalPrompts
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.cache_groups import divide_layers
 from baton_serve.engine.kv.kv_cache import BlockPart
@@ -64,9 +65,8 @@ class EngineSetup:
         self.block_share = _block_share(model)
         """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
-        # A step must be able to hold one token of every sequence.
-        batched = config.max_num_batched_tokens or max(defaults.max_num_batched_tokens, config.max_num_seqs)
         max_num_seqs = capacity.limit_sequences(config, self.layout, device)
+        batched = _step_tokens(config, model, max_num_seqs, defaults.max_num_batched_tokens)
         self.sources = load_audio(config, model, self.layout.block_tokens, device)
         """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
         self.images: PromptImages | None = self.sources
@@ -88,6 +88,8 @@ class EngineSetup:
             source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
             keeps_images_whole=self.images is not None and self.images.are_whole,
+            has_bidirectional_prompts=model.has_bidirectional_prompts,
+            shortest_window_tokens=_shortest_window(model),
             has_position_rows=model.has_position_rows,
             num_stages=config.pipeline_parallel_size,
             layer_groups=layer_groups,
@@ -109,13 +111,14 @@ class EngineSetup:
             )
         chosen = choose_forward(
             model,
-            self.kernels.attention,
+            BidirectionalPrompts(self.kernels.attention) if model.has_bidirectional_prompts else self.kernels.attention,
             self.kernels.layers,
             collectives,
             self.adapters,
             mixers=self.kernels.mixers,
             # The C++ of all layers lets no token see a later one.
-            may_call_once=self.kernels.has_decoder and not self.limits.keeps_images_whole,
+            may_call_once=self.kernels.has_decoder
+            and not (self.limits.keeps_images_whole or model.has_bidirectional_prompts),
         )
         self.weight_bytes -= 0 if model.offload is None else model.offload.saved_bytes
         # A stage computes without its neighbours; here it is connected with them.
@@ -154,6 +157,22 @@ class EngineSetup:
         return BlockPart(self._block_layers, heads)
 
 
+def _step_tokens(config: EngineConfig, model: LoadedModel, max_num_seqs: int, default: int) -> int:
+    """Return the largest number of tokens in a step: that of the settings, or one that follows from the device's
+    `default` and the model."""
+    if config.max_num_batched_tokens:
+        return config.max_num_batched_tokens
+    # One step computes a prompt whose tokens all see each other. Contexts of such models are short.
+    needed = model.max_model_len + max_num_seqs if model.has_bidirectional_prompts else 0
+    # A step must be able to hold one token of every sequence.
+    return max(default, config.max_num_seqs, needed)
+
+
+def _shortest_window(model: LoadedModel) -> int:
+    """Return the shortest sliding window of the model's layers in tokens; 0 without one."""
+    return min((spec.sliding_window for spec in model.specs if spec.sliding_window is not None), default=0)
+
+
 def _check_chunks(model: LoadedModel, layout: KVLayout) -> None:
     """Raise `ConfigError` if the chunk size of chunked attention (Llama 4) is not a multiple of the block size."""
     for chunk in {spec.chunk for spec in model.specs if spec.chunk is not None}:
@@ -172,6 +191,8 @@ def _layer_groups(config: EngineConfig, model: LoadedModel) -> tuple[int, ...]:
     has_other_kv = model.states or model.source_tokens or model.shared_layers or model.has_position_rows
     is_chunked = any(spec.chunk is not None for spec in model.specs)
     is_plain = len(set(model.block_shapes)) == 1 and not has_other_kv and not is_chunked
+    # The end of a prompt whose tokens all see each other is computed with all of its KV, also before the window.
+    is_plain = is_plain and not model.has_bidirectional_prompts
     is_plain = is_plain and all(heads == model.kv_heads[0] for heads in model.kv_heads)
     if config.disable_hybrid_kv_cache_manager or config.pipeline_parallel_size > 1 or not is_plain:
         return ()
@@ -193,6 +214,7 @@ def _layout(config: EngineConfig, model: LoadedModel, block_tokens: int, layer_g
         num_planes=first.num_planes,
         state_bytes=model.state_bytes,
         source_tokens=model.source_tokens,
+        has_bidirectional_prompts=model.has_bidirectional_prompts,
     )
     if layer_groups:
         longest = max(spec.sliding_window or 0 for spec in model.specs)

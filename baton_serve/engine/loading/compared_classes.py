@@ -145,6 +145,7 @@ CLASSES = frozenset(
         "OlmoHybridForCausalLM",
         "OlmoeForCausalLM",
         "Ovis2ForConditionalGeneration",
+        "PaliGemmaForConditionalGeneration",
         "PersimmonForCausalLM",
         "Phi3ForCausalLM",
         "Phi4MultimodalForCausalLM",

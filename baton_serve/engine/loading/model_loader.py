@@ -46,7 +46,7 @@ from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
 from baton_serve.engine.model.staged import is_within, keep_layers
 from baton_serve.engine.model.state_parts import placed_states
-from baton_serve.engine.model.vision.decoder import decoder_config, holds_more
+from baton_serve.engine.model.vision.decoder import decoder_config, has_bidirectional_prompts, holds_more
 from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -133,6 +133,7 @@ def load_model(
         states=placed_states(layers.states, parts.delta),
         source_tokens=layers.source_tokens,
         has_position_rows=rotary.adapt_positions(module),
+        has_bidirectional_prompts=has_bidirectional_prompts(text_config),
     )
 
 

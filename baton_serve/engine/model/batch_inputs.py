@@ -13,9 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton_serve.contracts.media import within
 from baton_serve.engine.core.request_table import SchedulerConfig
-from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
+from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk, whole_parts
 from baton_serve.engine.kernels import AttentionMetadata, SlotRows
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
@@ -205,6 +204,7 @@ class StepArrays:
     images: Sequence[ImageRows] = ()
     """Embeddings of images; they are on the device already. Rank 0 sends them to the others."""
     seen_ends: NDArray[np.int32] | None = None  # [num_tokens], as in AttentionMetadata
+    unwindowed: NDArray[np.bool_] | None = None  # [num_tokens], as in AttentionMetadata
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_seqs]: the batch slot of each sequence, for recurrent states."""
     source_tables: NDArray[np.int32] | None = None
@@ -233,6 +233,7 @@ class StepArrays:
             max_query_len=int(np.diff(self.query_starts).max()),
             max_context_len=int(self.context_lens.max()),
             seen_ends=None if self.seen_ends is None else _sent(self.seen_ends, device),
+            unwindowed=None if self.unwindowed is None else _sent(self.unwindowed, device),
         )
         rows = None if self.logit_rows is None else _sent(self.logit_rows, device)
         adapters = [(one, None if where is None else _sent(where, device)) for one, where in self.adapters]
@@ -323,7 +324,8 @@ class InputBuilder:
             pending=_pending(plan, query_starts),
             adapters=_adapter_rows(plan, query_starts),
             images=images,
-            seen_ends=_seen_ends(plan, query_starts, indexes) if images and self._limits.keeps_images_whole else None,
+            seen_ends=_seen_ends(plan, query_starts, indexes, self._limits),
+            unwindowed=_unwindowed(plan, query_starts, indexes, self._limits),
             batch_slots=slots_of,
             source_tables=source_tables(plan, self._limits, lengths),
             source_tokens=self._limits.source_tokens,
@@ -349,16 +351,38 @@ class InputBuilder:
         )
 
 
-def _seen_ends(plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64]) -> NDArray[np.int32]:
+def _seen_ends(
+    plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64], limits: SchedulerConfig
+) -> NDArray[np.int32] | None:
     """Return, int32 [num_tokens], the position behind the last token that each token may attend to: behind itself, or
-    for an image's token behind the image's end. `indexes` are the tokens' indexes in their sequences.
+    behind the end of its image or prompt, if its tokens attend to each other in both directions. Return None if no
+    token sees a later one. `indexes` are the tokens' indexes in their sequences.
     """
-    ends = (indexes + 1).astype(np.int32)
+    if not limits.keeps_images_whole and not limits.has_bidirectional_prompts:
+        return None
+    ends: NDArray[np.int32] | None = None
     for chunk, first in zip(plan.chunks, query_starts.tolist(), strict=False):
         start, end = chunk.start, chunk.start + chunk.length
-        for span in within(chunk.sequence.request.work.media, start, end):
-            ends[first + max(span.start, start) - start : first + min(span.end, end) - start] = span.end
+        for low, high in whole_parts(chunk.sequence.request.work, start, end, limits):
+            if ends is None:
+                ends = (indexes + 1).astype(np.int32)
+            ends[first + max(low, start) - start : first + min(high, end) - start] = high
     return ends
+
+
+def _unwindowed(
+    plan: ScheduledBatch, query_starts: NDArray[np.int32], indexes: NDArray[np.int64], limits: SchedulerConfig
+) -> NDArray[np.bool_] | None:
+    """Return, bool [num_tokens], which tokens attend to all of their prompt, whatever the window of a layer is. Return
+    None if all prompts fit into the shortest window.
+    """
+    if not limits.has_bidirectional_prompts or not limits.shortest_window_tokens:
+        return None
+    ends = np.array([chunk.sequence.request.work.bidirectional_tokens for chunk in plan.chunks])
+    pairs = zip(plan.chunks, ends.tolist(), strict=True)
+    if not any(chunk.start < end and end > limits.shortest_window_tokens for chunk, end in pairs):
+        return None
+    return indexes < np.repeat(ends, np.diff(query_starts))
 
 
 def source_tables(

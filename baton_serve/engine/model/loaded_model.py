@@ -73,6 +73,8 @@ class LoadedModel:
     models without cross-attention."""
     has_position_rows: bool = False
     """True if the positions of image tokens have three parts (M-RoPE)."""
+    has_bidirectional_prompts: bool = False
+    """True if all tokens of a prompt attend to each other in both directions."""
     offload: WeightOffload | None = None
     """The decoder layers whose weights are in host memory; None: all weights are on the device."""
     stages: tuple[StageCache, ...] = ()

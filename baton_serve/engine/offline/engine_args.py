@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
+from baton_serve.contracts.vision import default_template
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
@@ -268,9 +270,12 @@ def _tokenizer(folder: str, config: EngineConfig) -> Any:
     from transformers import AutoTokenizer  # takes seconds: import it only when a model is opened
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
+        found = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as exc:
         raise ConfigError(f"cannot load a tokenizer from {folder}: {exc}") from exc
+    if getattr(found, "chat_template", None) is None:
+        found.chat_template = default_template(ModelFacts.of(model_folder(config.model)))
+    return found
 
 
 def _generation(folder: Path, args: EngineArgs) -> GenerationDefaults:

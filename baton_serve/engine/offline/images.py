@@ -217,7 +217,7 @@ def add_images(
         pixels = reader.read(dict.fromkeys(files))
         digests = [digest_of(file) for file in files]
         media = [_text_of(file, family, pixels) for file in files]
-        written = _written(prompt, token_ids, media, tokenizer, add_special_tokens)
+        written = _written(prompt, token_ids, family, media, tokenizer, add_special_tokens)
         expanded, places = expand_runs(written, media)
     except ValueError as exc:
         raise RequestError("invalid", str(exc)) from exc
@@ -283,12 +283,14 @@ def _text_of(file: bytes, family: ImageFamily, pixels: Pixels) -> MediaText:
 def _written(
     prompt: ParsedPrompt,
     token_ids: list[int],
+    family: ImageFamily,
     media: Sequence[MediaText],
     tokenizer: Any,
     add_special_tokens: bool,
 ) -> list[int]:
     """Return the tokens of a prompt with the texts of its images, in which a run of image tokens is one token."""
-    if all(isinstance(part, int) for one in media for part in (*one.parts, one.placeholder)):
+    is_framed = prompt.text is not None and family.framed("") != ""
+    if not is_framed and all(isinstance(part, int) for one in media for part in (*one.parts, one.placeholder)):
         return write_parts_as_tokens(token_ids, media, lambda text: [])
     if tokenizer is None:
         raise ConfigError("skip_tokenizer_init: images of this model are written as text, which needs a tokenizer")
@@ -298,8 +300,9 @@ def _written(
         return found
 
     if prompt.token_ids is None:
-        written = write_parts(prompt.text or "", media, tokenizer.convert_ids_to_tokens)
-        return encode(written, add_special_tokens)
+        written = write_parts(family.framed(prompt.text or ""), media, tokenizer.convert_ids_to_tokens)
+        # The processor has added the special tokens already.
+        return encode(written, add_special_tokens and not is_framed)
     return write_parts_as_tokens(token_ids, media, lambda text: encode(text, False))
 
 

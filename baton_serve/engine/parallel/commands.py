@@ -91,6 +91,7 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     images: list["ImagePlace"] = []
     """Places of embeddings, which rank 0 broadcasts afterwards, one image after another."""
     seen_ends: memoryview | None = None
+    unwindowed: memoryview | None = None
     batch_slots: memoryview = memoryview(b"")
     windows: "WindowPlaces | None" = None
     source_tables: memoryview | None = None
@@ -334,6 +335,7 @@ def compute_command(arrays: StepArrays) -> Compute:
         adapters=[(one, None if rows is None else _bytes(rows)) for one, rows in arrays.adapters],
         images=[_image_place(image) for image in arrays.images],
         seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
+        unwindowed=None if arrays.unwindowed is None else _bytes(arrays.unwindowed),
         batch_slots=_bytes(arrays.batch_slots),
         windows=None if arrays.windows is None else _window_places(arrays.windows),
         source_tables=None if arrays.source_tables is None else _bytes(arrays.source_tables),
@@ -362,6 +364,7 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = (), sources: Seq
         adapters=[(one, None if rows is None else _int64(rows)) for one, rows in command.adapters],
         images=images,
         seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
+        unwindowed=None if command.unwindowed is None else _bool(command.unwindowed),
         batch_slots=_int64(command.batch_slots),
         windows=None if command.windows is None else _window_arrays(command.windows, len(context_lens)),
         source_tables=None if tables is None else _int32(tables).reshape(len(tokens), -1),
@@ -490,6 +493,10 @@ def _bytes(array: NDArray[np.generic]) -> memoryview:
 
 def _int64(data: memoryview) -> NDArray[np.int64]:
     return np.frombuffer(data, dtype=np.int64).copy()  # a copy, because torch wants writable memory
+
+
+def _bool(data: memoryview) -> NDArray[np.bool_]:
+    return np.frombuffer(data, dtype=np.bool_).copy()
 
 
 def _int32(data: memoryview) -> NDArray[np.int32]:

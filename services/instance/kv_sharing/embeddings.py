@@ -214,7 +214,7 @@ class PromptImageSource:
         Return `NO_PIXELS` without images, or if this instance decodes none; the engine then refuses a prompt that has
         images. Raises `engine.errors.RequestError` if a file cannot be decoded.
         """
-        kept, files, root = self._kept, message.images, request.work.root
+        kept, files, root = self._kept, message.images, request.work.tenant
         if not files or kept is None:
             return NO_PIXELS
         fetched: dict[bytes, EncodedImage] = {}

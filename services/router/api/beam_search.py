@@ -179,6 +179,7 @@ class BeamGeneration:
             request,
             request_id=request_id,
             token_ids=request.token_ids + token_ids,
+            num_bidirectional_tokens=len(request.token_ids),
             sampling=sampling,
             num_sequences=1,
             first_choice=number,

@@ -6,6 +6,8 @@ import msgspec
 from fastapi import APIRouter, Response
 
 from baton_serve.contracts.model_path import model_folder
+from baton_serve.contracts.vision import default_template
+from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.errors import ModelNotFoundError
 from baton_serve.services.router.protocol.openai_responses import ModelCard, ModelList
@@ -43,7 +45,8 @@ def tokenizer_info(service: ModelService) -> dict[str, Any]:
     info = {name: _texts(value) for name, value in stated.items()} | dict(service.model.tokenizer.special_tokens)
     info.setdefault("tokenizer_class", "PreTrainedTokenizerFast")
     info.pop("chat_template", None)
-    if (template := ChatTemplates.from_folder(folder, {}, settings.chat_template).source) is not None:
+    default = default_template(ModelFacts.of(model_folder(settings.model)))
+    if (template := ChatTemplates.from_folder(folder, {}, settings.chat_template, default).source) is not None:
         info["chat_template"] = template
     return info
 

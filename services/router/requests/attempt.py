@@ -246,8 +246,12 @@ def sequence_indexes(sequences: Sequence[TokenSequence]) -> list[int]:
 
 def _with_root_of(work: Work, block_hashes: PromptBlockHashes, worker: WorkerState) -> Work:
     """Return the message part `work` with the root hash for this instance: block hashes depend on its KV layout."""
-    root = block_hashes.root(worker.record.layout)
-    return work if work.root == root else msgspec.structs.replace(work, root=root)
+    layout = worker.record.layout
+    root = block_hashes.root(layout)
+    if work.root == root:
+        return work
+    tenant_root = block_hashes.tenant_root(layout)
+    return msgspec.structs.replace(work, root=root, tenant_root=BlockHash(b"") if tenant_root == root else tenant_root)
 
 
 def _pull(

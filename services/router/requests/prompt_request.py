@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import msgspec
 
-from baton_serve.contracts.block_hash import cross_hashes, embedding_hashes, hash_blocks, root_hash
+from baton_serve.contracts.block_hash import cross_hashes, embedding_hashes, hash_blocks, prompt_root, root_hash
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
@@ -74,6 +74,8 @@ class PromptRequest(msgspec.Struct, frozen=True, kw_only=True):
     """For each file of `images`, the digests of its spans in `media`; empty for one that no encode instance reads."""
     source_tokens: int = 0
     """Positions of the prompt's source, which an encoder reads; 0 without one."""
+    num_bidirectional_tokens: int = 0
+    """As in `Work`: less than the whole prompt in a beam search; 0: all of it."""
     first_choice: int = 0
     """Index of this prompt's first sequence among the choices of the API call's answer."""
     trace_headers: Mapping[str, str] = msgspec.field(default_factory=dict)
@@ -107,23 +109,37 @@ class PromptBlockHashes(msgspec.Struct):
     """The block hashes of a token sequence, for any KV layout. They are computed once for each layout that is asked
     for.
 
-    They depend on the layout (block size, dtype, weights), and on the salt, the LoRA adapter and the images.
+    They depend on the layout (block size, dtype, weights), and on the salt, the LoRA adapter and the images. If the
+    tokens of a prompt see each other in both directions, they depend on all of the prompt, too.
     """
 
     token_ids: list[int]
     cache_salt: str
     lora: str = ""
     media: Sequence[MediaSpan] = ()
+    num_prompt_tokens: int = 0
+    """Number of leading tokens of the prompt, without generated ones; 0: all tokens."""
     _hashes: dict[KVLayout, list[BlockHash]] = {}
+    _roots: dict[KVLayout, BlockHash] = {}
 
     def extended(self, token_ids: list[int]) -> "PromptBlockHashes":
         """Return the block hashes of a longer sequence. `token_ids` is the whole sequence, which begins with the tokens
         of this one.
         """
-        return PromptBlockHashes(token_ids, self.cache_salt, self.lora, self.media)
+        num_prompt = self.num_prompt_tokens or len(self.token_ids)
+        return PromptBlockHashes(token_ids, self.cache_salt, self.lora, self.media, num_prompt)
 
     def root(self, layout: KVLayout) -> BlockHash:
         """Return the root hash in a KV layout: the parent of the first block's hash."""
+        if layout.has_bidirectional_prompts is not True:
+            return self.tenant_root(layout)
+        if (known := self._roots.get(layout)) is None:
+            prompt = self.token_ids[: self.num_prompt_tokens or None]
+            known = self._roots[layout] = prompt_root(self.tenant_root(layout), prompt, self.media)
+        return known
+
+    def tenant_root(self, layout: KVLayout) -> BlockHash:
+        """Return the root hash that all prompts with this salt and adapter have, in a KV layout."""
         return _root(layout, self.cache_salt, self.lora)
 
     def hashes(self, layout: KVLayout) -> list[BlockHash]:

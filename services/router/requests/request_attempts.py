@@ -51,7 +51,9 @@ class RequestAttempts:
         self._policy = policy
         self._clock = clock
         self._timing = timing
-        self._block_hashes = PromptBlockHashes(request.token_ids, request.cache_salt, request.lora, request.media)
+        self._block_hashes = PromptBlockHashes(
+            request.token_ids, request.cache_salt, request.lora, request.media, request.num_bidirectional_tokens
+        )
         self._running: set[Attempt] = set()
         self._num_started = 0
         self._avoided: frozenset[InstanceId] = frozenset()
@@ -89,7 +91,8 @@ class RequestAttempts:
         try:
             owner.on_placed(placement)
             root = block_hashes.root(placement.final_worker.layout)
-            work = self._work(attempt, token_ids, root, needs_prompt_logprobs=needs_prompt_logprobs)
+            tenant_root = block_hashes.tenant_root(placement.final_worker.layout)
+            work = self._work(attempt, token_ids, root, tenant_root, needs_prompt_logprobs=needs_prompt_logprobs)
             self._send(attempt, placement, work, block_hashes)
         except BaseException as exc:
             # Without leases no message was sent, so that no worker knows the attempt.
@@ -206,11 +209,20 @@ class RequestAttempts:
     def _worker_of(self, candidate: Candidate | None) -> WorkerState | None:
         return self._cluster.worker(candidate.instance) if candidate is not None else None
 
-    def _work(self, attempt: Attempt, token_ids: list[int], root: BlockHash, *, needs_prompt_logprobs: bool) -> Work:
+    def _work(
+        self,
+        attempt: Attempt,
+        token_ids: list[int],
+        root: BlockHash,
+        tenant_root: BlockHash,
+        *,
+        needs_prompt_logprobs: bool,
+    ) -> Work:
         """Return the part of the messages that says what is computed.
 
         `root` is the root hash in the KV layout of the instance that computes the prompt. `Attempt.start` replaces it
-        for an instance of another layout, whose block hashes differ.
+        for an instance of another layout, whose block hashes differ. `tenant_root` is that of all prompts of the
+        tenant.
         """
         request = self._request
         sampling = request.sampling
@@ -224,6 +236,8 @@ class RequestAttempts:
             num_prompt_tokens=len(request.token_ids),
             sampling=sampling,
             root=root,
+            tenant_root=BlockHash(b"") if tenant_root == root else tenant_root,
+            num_bidirectional_tokens=request.num_bidirectional_tokens,
             sequences=sequence_indexes(list(attempt.sequences.values())),
             priority=request.priority,
             lora=request.lora,

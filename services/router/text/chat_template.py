@@ -76,16 +76,21 @@ class ChatTemplates:
 
     @classmethod
     def from_folder(
-        cls, folder: Path, special_tokens: Mapping[str, str], override: str | None = None
+        cls,
+        folder: Path,
+        special_tokens: Mapping[str, str],
+        override: str | None = None,
+        default: str | None = None,
     ) -> "ChatTemplates":
-        """Load the templates of a model folder. Raises `ModelFolderError` if one cannot be read or parsed.
+        """Load the templates of a model folder; `default` is used if it has none. Raises `ModelFolderError` if one
+        cannot be read or parsed.
 
         `override` (`--chat-template`) replaces them; it is the path of a file, the text of a template, or the name of
         one of the folder's templates, such as `tool_use`.
         """
         if override is not None and _is_text(override):
             return cls({"default": override}, special_tokens)
-        templates = _templates_of(folder)
+        templates = _templates_of(folder) or ({} if default is None else {"default": default})
         if override is not None:
             templates = {"default": templates[override] if override in templates else _read(override)}
         return cls(templates, special_tokens)

@@ -17,6 +17,7 @@ from baton_serve.contracts.vision import (
     EmbedderImages,
     ImageFamily,
     configured,
+    default_template,
     embedder_images,
     image_family,
 )
@@ -181,7 +182,8 @@ class ServedModel:
         """
         folder = model_folder(settings.tokenizer or settings.model)
         tokenizer = MissingTokenizer() if settings.skip_tokenizer_init else TextTokenizer.from_folder(folder)
-        templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template)
+        default = default_template(ModelFacts.of(model_folder(settings.model)))
+        templates = ChatTemplates.from_folder(folder, tokenizer.special_tokens, settings.chat_template, default)
         model = cls(tokenizer, templates, settings=settings)
         config = read_json(model_folder(settings.model) / "config.json", _Config)
         if config is None:

@@ -361,3 +361,44 @@ def test_stages_with_a_small_limit_get_prompts() -> None:
     scheduler = Scheduler(table)
     add(table, make_work("a", [1] * 20))
     assert lengths(scheduler.schedule(0.0)) == {"a": 8}
+
+
+def test_one_step_computes_a_prompt_whose_tokens_all_see_each_other() -> None:
+    table = make_table(num_blocks=40, batched=20, has_bidirectional_prompts=True)
+    scheduler = Scheduler(table)
+    for name, length in (("a", 9), ("b", 9), ("c", 16)):
+        add(table, make_work(name, [ord(name)] * length))
+    steps = []
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        steps.append(lengths(plan))
+        finish(scheduler, plan)
+    # No chunk of a prompt fills a step that has no room for all of it.
+    assert steps == [{"a": 9, "b": 9}, {"a": 1, "b": 1, "c": 16}, {"a": 1, "b": 1, "c": 1}]
+    table.check_invariants()
+
+
+def test_tokens_after_a_prompt_that_sees_itself_are_computed_in_chunks() -> None:
+    """Of a replay, only the prompt must be in one step."""
+    table = make_table(num_blocks=40, batched=12, has_bidirectional_prompts=True)
+    scheduler = Scheduler(table)
+    work = structs.replace(make_work("a", [1] * 30, max_tokens=30), num_prompt_tokens=10)
+    add(table, work)
+    steps = []
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        steps.append(lengths(plan))
+        finish(scheduler, plan)
+    assert steps == [{"a": 12}, {"a": 12}, {"a": 6}]
+
+
+@pytest.mark.parametrize(("length", "cached"), [(8, 4), (9, 4), (10, 8), (13, 8)])
+def test_a_prompt_that_sees_itself_never_leaves_a_single_token(length: int, cached: int) -> None:
+    """Kernels compute a single token as one of an answer, with its window."""
+    table = make_table(num_blocks=40, batched=20, has_bidirectional_prompts=True)
+    scheduler = Scheduler(table)
+    for name in "ab":
+        add(table, make_work(name, [1] * length, max_tokens=1))
+        plan = scheduler.schedule(0.0)
+        finish(scheduler, plan)
+    assert lengths(plan) == {"b": length - cached}

@@ -16,6 +16,10 @@ T = TypeVar("T")
 
 _NESTED = re.compile(r"^(model\.)?(language_model|text_model)\.")
 """Names of the decoder's tensors beside towers, in all layouts that transformers has written."""
+BIDIRECTIONAL_TYPES = frozenset({"paligemma"})
+"""Types of models in whose prompts all tokens, of images and text, attend to each other in both directions."""
+_BIDIRECTIONAL_MARK = "has_bidirectional_prompts"
+"""Attribute of a decoder's config that says so. It is none of transformers'."""
 _THINKER = "thinker."
 """Begins the names of the part of an Omni model that hears, sees and writes. All other parts speak."""
 _TOWER = re.compile(r"^(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|audio_tower)\.")
@@ -35,6 +39,10 @@ def decoder_config(hf_config: HfConfig) -> HfConfig:
     if text is hf_config or getattr(hf_config, "is_encoder_decoder", False):
         return hf_config
     text.architectures = [f"{_family_of(text)}ForCausalLM"]
+    if hf_config.model_type in BIDIRECTIONAL_TYPES:
+        # Answers are causal. A decoder that says True here, by itself, is an encoder.
+        text.use_bidirectional_attention = False
+        setattr(text, _BIDIRECTIONAL_MARK, True)
     if getattr(text, "dtype", None) is None:
         text.dtype = getattr(hf_config, "dtype", None)
     if getattr(text, "quantization_config", None) is None and hasattr(hf_config, "quantization_config"):
@@ -42,6 +50,12 @@ def decoder_config(hf_config: HfConfig) -> HfConfig:
     # Which of the two configs counts has changed between versions of transformers.
     text.tie_word_embeddings = any(getattr(part, "tie_word_embeddings", False) for part in (text, hf_config))
     return text
+
+
+def has_bidirectional_prompts(decoder: HfConfig) -> bool:
+    """Return whether all tokens of a prompt attend to each other in both directions. `decoder` is what `decoder_config`
+    has returned."""
+    return bool(getattr(decoder, _BIDIRECTIONAL_MARK, False))
 
 
 def _family_of(text: HfConfig) -> str:

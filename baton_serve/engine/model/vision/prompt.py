@@ -108,12 +108,12 @@ class VisionPromptImages:
                 continue
             shift = first + span.start - start
             if places is None:
-                features = self._features(images, chunk.sequence.request.work.root, span.digest)
+                features = self._features(images, chunk.sequence.request.work.tenant, span.digest)
                 found.append(ImageRows(low + shift, features[low:high]))
                 continue
             begin, stop = np.searchsorted(places, [low, high])
             if begin < stop:
-                features = self._features(images, chunk.sequence.request.work.root, span.digest)
+                features = self._features(images, chunk.sequence.request.work.tenant, span.digest)
                 found.append(_image_rows(places[begin:stop] + shift, features[begin:stop]))
         if end >= end_of(media):
             # launched steps read the memory before anything that is launched later can reuse it

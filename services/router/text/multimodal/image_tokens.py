@@ -118,7 +118,7 @@ class ImagePlaces:
         one out, or the text of a message contains the placeholder.
         """
         try:
-            return write_parts(self._text, media, lambda token_id: self._token(token_id) or "")
+            return write_parts(self._family.framed(self._text), media, lambda token_id: self._token(token_id) or "")
         except ValueError as exc:
             raise _misplaced(exc) from exc
 
