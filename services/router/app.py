@@ -19,12 +19,12 @@ from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.batch.endpoints import BatchApi, batch_routes
 from baton_serve.services.router.http.admin_endpoints import admin_routes
-from baton_serve.services.router.http.endpoints import Endpoint, add_to_document, endpoints
+from baton_serve.services.router.http.endpoint_table import Endpoint, add_to_document, endpoints
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.http.model_endpoints import model_routes, tokenizer_routes
 from baton_serve.services.router.http.pages import page_routes
-from baton_serve.services.router.http.response_endpoints import response_routes
 from baton_serve.services.router.http.status_endpoints import monitoring_routes, system_routes
+from baton_serve.services.router.http.stored_response_endpoints import response_routes
 from baton_serve.services.router.processes.sibling_rpc import SiblingRpc
 from baton_serve.services.router.protocol.errors import ApiError, BadRequestError, ErrorBody, ErrorDetail
 from baton_serve.services.router.quota.api_keys import ApiKeys

@@ -29,7 +29,7 @@ from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
-from baton_serve.services.router.batch.batches import Batches
+from baton_serve.services.router.batch.batch_setup import Batches
 from baton_serve.services.router.batch.line_client import LOWEST_PRIORITY
 from baton_serve.services.router.batch.pacing import RouterLoad
 from baton_serve.services.router.cluster.cluster import Cluster
@@ -48,8 +48,8 @@ from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import ModelFolderError
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.quota.audit_log import AuditLog
-from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.quota.usage_exchange import UsageExchange, UsageStore
+from baton_serve.services.router.quota.usage_limits import UsageLedger
 from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.prompt_request import RequestPolicy

@@ -15,7 +15,8 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HUNG, MAX_FAILED_STARTS
+from baton_serve.services.common.lifecycle import EXIT_HUNG
+from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
 from baton_serve.services.common.supervisor import WatchRules
 from baton_serve.services.local import supervisor as supervisor_module
 from baton_serve.services.local.child import Console
@@ -181,7 +182,7 @@ def test_a_crash_at_start_is_tried_again(tmp_path: Path) -> None:
 def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
     fuse = tmp_path / "fuse"
     fuse.touch()
 
@@ -199,8 +200,8 @@ def test_what_never_becomes_ready_is_given_up_with_its_last_lines(
 def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_number_of_deaths(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MAX_DELAY_S", 0.01)
 
     async def body(stage: Stage) -> None:
         await stage.supervisor.wait_ready(20)
@@ -220,8 +221,8 @@ def test_a_process_of_a_cluster_that_has_served_is_started_again_after_any_numbe
 def test_a_device_that_keeps_hanging_is_taken_out_and_the_others_go_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, status: int, text: str
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MAX_DELAY_S", 0.01)
     fault = tmp_path / "fault"
 
     async def body(stage: Stage) -> None:
@@ -241,8 +242,8 @@ def test_a_device_that_keeps_hanging_is_taken_out_and_the_others_go_on(
 def test_a_restarted_instance_that_does_not_become_ready_counts_as_hung(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.01)
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.01)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MAX_DELAY_S", 0.01)
     fault = tmp_path / "fault"
 
     async def body(stage: Stage) -> None:

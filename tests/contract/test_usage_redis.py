@@ -11,8 +11,8 @@ from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry import registry_client, registry_view
 from baton_serve.services.common.registry.redis_registry import connect_redis
 from baton_serve.services.router.protocol.caller import Caller
-from baton_serve.services.router.quota.usage import UsageLedger
 from baton_serve.services.router.quota.usage_exchange import UsageExchange
+from baton_serve.services.router.quota.usage_limits import UsageLedger
 from baton_serve.services.router.quota.usage_redis import RedisUsageStore
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record

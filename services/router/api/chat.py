@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton_serve.contracts.prompt_logprobs import decode_logprobs
-from baton_serve.services.router.api.answer import ResponseHeader, answer
+from baton_serve.services.router.api.answer_writer import ResponseHeader, answer
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
 from baton_serve.services.router.api.generation import TextGeneration
 from baton_serve.services.router.api.model_service import ModelService

@@ -7,7 +7,7 @@ import msgspec
 
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.contracts.prompt_logprobs import decode_logprobs
-from baton_serve.services.router.api.answer import ResponseHeader, answer
+from baton_serve.services.router.api.answer_writer import ResponseHeader, answer
 from baton_serve.services.router.api.generation import TextGeneration, ended
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from baton_serve.contracts.messages import TokenLogprobs
-from baton_serve.services.router.text.scanning.parts import Call, Content, Part, Reasoning
+from baton_serve.services.router.text.scanning.message_parts import Call, Content, Part, Reasoning
 
 BlockKind = Literal["text", "reasoning", "call"]
 

@@ -1,7 +1,7 @@
 """Turn the tokens of one API call into text deltas of its choices, as the instances produce them.
 
-`answer` and `api_format` take the deltas from a `TextGeneration` and send them to the client. Sequences whose text has
-ended, for example at a stop string, are stopped on their instances from here.
+`answer_writer` and `content_block_writer` take the deltas from a `TextGeneration` and send them to the client.
+Sequences whose text has ended, for example at a stop string, are stopped on their instances from here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -18,10 +18,10 @@ from baton_serve.services.router.api.model_view import ModelView
 from baton_serve.services.router.cluster.adapter_folder import AdapterFolder
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.protocol.asgi import RequestContext, while_connected
-from baton_serve.services.router.protocol.bounds import MAX_TOKENISED
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelNotFoundError, UnavailableError
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
+from baton_serve.services.router.protocol.request_bounds import MAX_TOKENISED
 from baton_serve.services.router.requests.dispatcher import Dispatcher
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.pooling_dispatcher import PoolingDispatcher
@@ -34,7 +34,7 @@ from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPr
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.sampling_params import ModelLimits, TextRules
 from baton_serve.services.router.text.served_model import ServedModel
-from baton_serve.services.router.text.speech.cutting import AudioCutter
+from baton_serve.services.router.text.speech.cutter_processes import AudioCutter
 
 
 @coroutine

@@ -16,10 +16,10 @@ import msgspec
 
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.router.protocol.asgi import Asgi, RequestContext, RequestLimits, Scope
-from baton_serve.services.router.protocol.bounds import MAX_INT32
 from baton_serve.services.router.protocol.byte_budget import BodyReservation
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import ApiError, InternalError
+from baton_serve.services.router.protocol.request_bounds import MAX_INT32
 
 logger = logging.getLogger(__name__)
 

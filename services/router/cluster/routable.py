@@ -9,7 +9,7 @@ from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex, Match
-from baton_serve.services.router.placement.encoding import Encoder
+from baton_serve.services.router.placement.encode_workers import Encoder
 from baton_serve.services.router.placement.policy import UNMEASURED_TOKENS_PER_S, Candidate
 
 _NO_MATCH = Match()

@@ -18,7 +18,7 @@ from baton_serve.contracts.instance import InstanceRecord, LinkStatus
 from baton_serve.contracts.messages import Answer, LoadReport, ToInstance
 from baton_serve.services.router.placement.block_index import Match
 from baton_serve.services.router.placement.circuit_breaker import CircuitBreaker
-from baton_serve.services.router.placement.estimators import FirstGapQuantile, StepTimeFit
+from baton_serve.services.router.placement.decode_times import FirstGapQuantile, StepTimeFit
 from baton_serve.services.router.placement.policy import Candidate
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,10 @@ from fastapi import APIRouter, Query, Request, Response
 
 from baton_serve.contracts.messages import EngineAction, WeightsSource
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.cluster.engine_actions import EngineActions
-from baton_serve.services.router.cluster.model_actions import ModelActions
+from baton_serve.services.router.cluster.cache_reset_and_profile import EngineActions
+from baton_serve.services.router.cluster.sleep_and_reload import ModelActions
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.asgi import RequestContext, read_body
-from baton_serve.services.router.protocol.bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.errors import (
     BadRequestError,
     NotFoundError,
@@ -27,6 +26,7 @@ from baton_serve.services.router.protocol.errors import (
     UnavailableError,
 )
 from baton_serve.services.router.protocol.openai_requests import UpdateWeightsRequest
+from baton_serve.services.router.protocol.request_bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.request_parsing import parsed
 from baton_serve.services.router.quota.api_keys import check_operator
 

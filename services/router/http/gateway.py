@@ -20,7 +20,7 @@ from baton_serve.services.common.http.server import AsgiApp
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import trace_headers
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.http.endpoints import Endpoint
+from baton_serve.services.router.http.endpoint_table import Endpoint
 from baton_serve.services.router.protocol.asgi import (
     Asgi,
     Receive,

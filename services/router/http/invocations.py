@@ -11,8 +11,8 @@ import msgspec
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.asgi import Asgi, Receive, Scope, Send, read_body
 from baton_serve.services.router.protocol.body_scan import check_counts
-from baton_serve.services.router.protocol.bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.request_parsing import beside_loop
 
 Name = Annotated[str, msgspec.Meta(max_length=MAX_NAME_CHARS)]

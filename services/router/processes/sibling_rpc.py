@@ -16,7 +16,7 @@ import msgspec
 
 from baton_serve.contracts.same_user import stranger
 from baton_serve.services.common.logs import LimitedLog
-from baton_serve.services.router.quota.usage import UsageWindow, WindowUsage
+from baton_serve.services.router.quota.usage_limits import UsageWindow, WindowUsage
 from baton_serve.services.router.requests.handoff_counts import HandoffStats
 
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from baton_serve.services.router.protocol.bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS
 
 
 class TooDeepError(ValueError):

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInf
 from pydantic_core import PydanticCustomError
 
 from baton_serve.contracts.device import LoadFormat
-from baton_serve.services.router.protocol.bounds import (
+from baton_serve.services.router.protocol.request_bounds import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,

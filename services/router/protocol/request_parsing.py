@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, from_json
 
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, check_counts
-from baton_serve.services.router.protocol.bounds import MAX_UNKNOWN
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_bounds import MAX_UNKNOWN
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.lifecycle import cancel_all
-from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
+from baton_serve.services.router.quota.usage_limits import UsageLedger, WindowUsage
 
 logger = logging.getLogger(__name__)
 

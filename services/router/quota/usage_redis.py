@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry.redis_registry import connect_redis
-from baton_serve.services.router.quota.usage import WindowUsage
+from baton_serve.services.router.quota.usage_limits import WindowUsage
 
 # A script, so that one round trip writes this router's counts of all windows and reads the sums of the others.
 # KEYS: one hash per window. ARGV: id of this router, then (requests, tokens, TTL in seconds) for each window.

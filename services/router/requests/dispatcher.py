@@ -23,7 +23,7 @@ from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Placement
 from baton_serve.services.router.protocol.errors import ApiError, RateLimitError, UnavailableError
 from baton_serve.services.router.protocol.owner_shares import OwnerShares
-from baton_serve.services.router.quota.usage import UsageLedger
+from baton_serve.services.router.quota.usage_limits import UsageLedger
 from baton_serve.services.router.requests.handoff_counts import HandoffCounts
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle
 from baton_serve.services.router.requests.metrics import RouterMetrics

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from baton_serve.services.router.placement.estimators import first_token_hold_s, ttft_budget_s
+from baton_serve.services.router.placement.decode_times import first_token_hold_s, ttft_budget_s
 from baton_serve.services.router.protocol.errors import ApiError
 from baton_serve.services.router.requests.attempt import Attempt
 from baton_serve.services.router.requests.prompt_request import RequestPolicy, RequestTiming

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
-from baton_serve.services.router.protocol.bounds import MAX_QUEUED_TOKENS
 from baton_serve.services.router.protocol.errors import ClientGoneError
+from baton_serve.services.router.protocol.request_bounds import MAX_QUEUED_TOKENS
 from baton_serve.services.router.text.token_sequence import TokenUpdate
 
 TokenCallback = Callable[[int, TokenUpdate, float], bool]

@@ -19,7 +19,7 @@ from baton_serve.services.router.protocol.openai_responses import (
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.grammar import FORM_PARAMETERS, GrammarSpec, read_grammar_spec
 from baton_serve.services.router.text.reasoning import REASONING_FORMATS
-from baton_serve.services.router.text.scanning.parts import Call, Content, Part, PartReader, Reasoning, merged
+from baton_serve.services.router.text.scanning.message_parts import Call, Content, Part, PartReader, Reasoning, merged
 from baton_serve.services.router.text.served_model import SHORT_ID_CHARS
 from baton_serve.services.router.text.tool_calls import Tools
 from baton_serve.services.router.text.tool_choice import tool_choice_of

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from baton_serve.services.router.protocol.bounds import MAX_TOKENS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from baton_serve.services.router.protocol.request_bounds import MAX_TOKENS
 from baton_serve.services.router.text.sampling_params import COMPLETION_TOKENS, ModelLimits
 
 

@@ -10,13 +10,13 @@ import msgspec
 
 from baton_serve.contracts.sampling import SamplingSpec, TranscriptSpec
 from baton_serve.generation_config import GenerationDefaults
-from baton_serve.services.router.protocol.bounds import MAX_LOGPROBS, MAX_TOKEN_RULES
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
 )
+from baton_serve.services.router.protocol.request_bounds import MAX_LOGPROBS, MAX_TOKEN_RULES
 
 _random = random.Random()
 """Draws the seeds of requests without one."""

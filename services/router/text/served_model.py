@@ -47,7 +47,7 @@ from baton_serve.services.router.text.grammar.compiling.checker import GrammarCh
 from baton_serve.services.router.text.multimodal.image_tokens import ImagePlaces
 from baton_serve.services.router.text.multimodal.media_parts import KINDS, MediaPart
 from baton_serve.services.router.text.prompt_length import Truncation
-from baton_serve.services.router.text.speech.profile import SpeechProfile, speech_profile
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile, speech_profile
 from baton_serve.services.router.text.thread_pools import GRAMMARS, REQUEST_TEMPLATES, TEMPLATES
 from baton_serve.services.router.text.tokenization import (
     ENCODED_INLINE_CHARS,

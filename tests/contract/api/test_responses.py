@@ -346,7 +346,7 @@ def test_a_long_answer_with_logprobs_is_formatted_beside_the_loop(
     async def scenario(router: Router) -> None:
         body = {"input": "hello", "top_logprobs": 2, "max_output_tokens": 8, "seed": 0}
         short = (await router.http.post("/v1/responses", json=body)).json()["output"][0]["content"]
-        monkeypatch.setattr("baton_serve.services.router.api.api_format._LOGPROBS_INLINE", 7)
+        monkeypatch.setattr("baton_serve.services.router.api.content_block_writer._LOGPROBS_INLINE", 7)
         assert (await router.http.post("/v1/responses", json=body)).json()["output"][0]["content"] == short
         assert len(short[0]["logprobs"]) == 8
 

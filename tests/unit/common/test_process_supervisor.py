@@ -7,7 +7,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, MAX_FAILED_STARTS
+from baton_serve.services.common.lifecycle import EXIT_HOPELESS
+from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
 from baton_serve.services.common.supervisor import ProcessSupervisor, end_reason
 
 
@@ -87,8 +88,8 @@ def supervise(make_run: Callable[[str], FakeRun], body: Callable[[FakeSupervisor
 
 @pytest.fixture(autouse=True)
 def short_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MIN_DELAY_S", 0.001)
-    monkeypatch.setattr("baton_serve.services.common.lifecycle.MAX_DELAY_S", 0.001)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MIN_DELAY_S", 0.001)
+    monkeypatch.setattr("baton_serve.services.common.restart_policy.MAX_DELAY_S", 0.001)
 
 
 def test_a_process_that_never_becomes_ready_is_given_up_after_some_starts() -> None:

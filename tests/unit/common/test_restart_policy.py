@@ -1,6 +1,6 @@
 """When a process that died is started again, and when a device that hangs is taken out."""
 
-from baton_serve.services.common.lifecycle import (
+from baton_serve.services.common.restart_policy import (
     HANG_WINDOW_S,
     MAX_DELAY_S,
     MAX_FAILED_STARTS,

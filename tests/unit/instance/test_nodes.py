@@ -14,7 +14,7 @@ import pytest
 from baton_serve.bench.ports import free_port
 from baton_serve.engine.parallel.channel import ChannelError
 from baton_serve.services.common.cluster_key import cluster_key
-from baton_serve.services.common.lifecycle import RestartPolicy
+from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.nodes import node
 from baton_serve.services.instance.nodes.check import EXIT_ALONE, check_nodes, rank_job

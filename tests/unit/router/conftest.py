@@ -19,7 +19,7 @@ from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.app import create_app
-from baton_serve.services.router.batch.batches import Batches
+from baton_serve.services.router.batch.batch_setup import Batches
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.http.gateway import Gateway
 from baton_serve.services.router.main import (

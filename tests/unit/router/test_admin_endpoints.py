@@ -9,7 +9,7 @@ import pytest
 from baton_serve.contracts.messages import EngineCommand
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.router.cluster.engine_actions import EngineActions
+from baton_serve.services.router.cluster.cache_reset_and_profile import EngineActions
 from baton_serve.services.router.http.admin_endpoints import ACTIONS, REFUSED
 from baton_serve.services.router.protocol.errors import DeadlineError, UnavailableError
 from baton_serve.services.router.quota.api_keys import ApiKeys

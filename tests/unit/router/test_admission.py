@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Load
 from baton_serve.services.router.placement.admission import AdmissionRules, QueueState, Refusal, admission_verdict
-from baton_serve.services.router.placement.estimators import StepTimeFit
+from baton_serve.services.router.placement.decode_times import StepTimeFit
 from baton_serve.services.router.placement.fair_queue import FairQueue
 from baton_serve.services.router.placement.policy import Candidate, Placement
 from baton_serve.services.router.protocol.caller import NO_SLO, Caller, Slo

@@ -16,7 +16,7 @@ from baton_serve.audio_cutter import begin_cut
 from baton_serve.audio_samples import cuts
 from baton_serve.contracts.audio import Cut, CutterLimits
 from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
-from baton_serve.services.router.text.speech.cutting import AudioCutter
+from baton_serve.services.router.text.speech.cutter_processes import AudioCutter
 from tests.speech import RATE_HZ, tones, wav
 
 soundfile: Any = pytest.importorskip("soundfile")

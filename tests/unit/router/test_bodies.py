@@ -30,7 +30,6 @@ from baton_serve.services.router.api.responses.request_to_chat import input_as_c
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.protocol import body_scan
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES, Counts, count
-from baton_serve.services.router.protocol.bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
 from baton_serve.services.router.protocol.errors import MAX_MESSAGE_CHARS, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import (
     ChatCompletionRequest,
@@ -38,6 +37,7 @@ from baton_serve.services.router.protocol.openai_requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from baton_serve.services.router.protocol.request_bounds import MAX_NUMBERS, MAX_OBJECTS, MAX_TEXTS, MAX_UNKNOWN
 from baton_serve.services.router.protocol.request_parsing import parse, parsed
 from baton_serve.services.router.text.prompt_length import Truncation
 from baton_serve.services.router.text.served_model import ServedModel

@@ -306,7 +306,7 @@ def test_many_logprobs_of_an_answer_are_formatted_beside_the_event_loop_and_boun
         body: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "logprobs": 20, "n": 3}
         whole = await router.complete(**body)
         assert [len(choice["logprobs"]["tokens"]) for choice in whole["choices"]] == [40] * 3
-        monkeypatch.setattr("baton_serve.services.router.api.answer._LOGPROBS_INLINE", 10**6)
+        monkeypatch.setattr("baton_serve.services.router.api.answer_writer._LOGPROBS_INLINE", 10**6)
         inline = await router.complete(**body)
         assert inline["choices"] == whole["choices"]
         monkeypatch.setattr("baton_serve.services.router.text.sampling_params.MAX_LOGPROBS", 2000)

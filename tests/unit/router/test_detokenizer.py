@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from baton_serve.services.router.text.detokenizer import MAX_HELD_TOKENS, Detokenizer
-from baton_serve.services.router.text.text_output import StopStrings
+from baton_serve.services.router.text.stop_strings import StopStrings
 from baton_serve.services.router.text.tokenization import TextTokenizer
 from tests.unit.router.tokenizers_for_tests import byte_fallback, byte_level, word_piece
 

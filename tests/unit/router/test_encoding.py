@@ -5,7 +5,7 @@ from msgspec.structs import replace
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.media import MediaSpan, source_span
-from baton_serve.services.router.placement.encoding import MAX_QUEUE_S, Encoder, assign_images
+from baton_serve.services.router.placement.encode_workers import MAX_QUEUE_S, Encoder, assign_images
 from baton_serve.services.router.placement.policy import ClusterView, Demand, Placement, place
 from tests.unit.router.test_policy import ALWAYS, candidate
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_serve.services.router.placement.estimators import (
+from baton_serve.services.router.placement.decode_times import (
     FIRST_GAP_ITL_RATIO,
     MAX_GAP_SAMPLES,
     MIN_GAP_SAMPLES,

@@ -11,7 +11,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import Tokens
 from baton_serve.services.router.cluster.worker_state import WorkerState
-from baton_serve.services.router.placement.estimators import FIRST_GAP_ITL_RATIO, HELD_TTFT_RATIO
+from baton_serve.services.router.placement.decode_times import FIRST_GAP_ITL_RATIO, HELD_TTFT_RATIO
 from baton_serve.services.router.placement.policy import PlacementPolicy
 from baton_serve.services.router.protocol.caller import Slo
 from baton_serve.services.router.protocol.errors import UnavailableError

@@ -20,7 +20,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.multimodal.tensors import read_tensor
+from baton_serve.services.router.text.multimodal.client_tensors import read_tensor
 from tests.unit.router.conftest import Router
 from tests.unit.router.test_images import PATH, TOKENS, A, error_of, see, shown, vision_model
 

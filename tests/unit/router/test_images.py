@@ -23,7 +23,7 @@ from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.settings import RouterSettings
-from baton_serve.services.router.text.multimodal import web
+from baton_serve.services.router.text.multimodal import url_fetch
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from baton_serve.services.router.text.served_model import ServedModel
@@ -359,7 +359,9 @@ class Site:
         async with server:
             try:
                 url = f"http://{host}:{port}/a.png?size=1#x"
-                return await web.fetch(MediaPart("image", url), ImageLimits(**limits), count=lambda num_bytes: None)
+                return await url_fetch.fetch(
+                    MediaPart("image", url), ImageLimits(**limits), count=lambda num_bytes: None
+                )
             finally:
                 await asyncio.gather(*self._serving, return_exceptions=True)
 
@@ -433,7 +435,7 @@ def test_the_address_that_was_checked_is_the_one_that_is_asked(monkeypatch: pyte
         assert host == "pictures.example"
         return "127.0.0.1"
 
-    monkeypatch.setattr(web, "_public_address", resolved)
+    monkeypatch.setattr(url_fetch, "_public_address", resolved)
     site = Site(http(A))
     assert asyncio.run(site.fetch("pictures.example", domains=frozenset({"*"}))) == A
     assert "host: pictures.example:" in site.asked[0].lower()

@@ -12,7 +12,7 @@ from baton_serve.services.router.main import start
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.settings import ReasoningParser, RouterSettings, ToolCallParser
 from baton_serve.services.router.text.reasoning import REASONING_FORMATS
-from baton_serve.services.router.text.scanning.parts import Content, Parts
+from baton_serve.services.router.text.scanning.message_parts import Content, Parts
 from baton_serve.services.router.text.served_model import ServedModel
 from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS
 from tests.unit.router.conftest import Router, Serve

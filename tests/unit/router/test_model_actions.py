@@ -9,9 +9,9 @@ import pytest
 
 from baton_serve.contracts.identity import Generation
 from baton_serve.contracts.messages import EngineCommand, EngineCommandDone, ModelAction, WeightsSource
-from baton_serve.services.router.cluster import model_actions
-from baton_serve.services.router.cluster.engine_actions import EngineActions
-from baton_serve.services.router.cluster.model_actions import ModelActions
+from baton_serve.services.router.cluster import sleep_and_reload
+from baton_serve.services.router.cluster.cache_reset_and_profile import EngineActions
+from baton_serve.services.router.cluster.sleep_and_reload import ModelActions
 from baton_serve.services.router.http.admin_endpoints import allowed_weights
 from baton_serve.services.router.protocol.errors import (
     ApiError,
@@ -245,7 +245,7 @@ def test_an_instance_that_restarts_instead_of_loading_is_a_failure(serve: Serve)
 def test_an_instance_that_does_not_come_back_is_reported(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(router: Router) -> None:
         models = models_of(router)
-        monkeypatch.setattr(model_actions, "LOAD_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(sleep_and_reload, "LOAD_TIMEOUT_S", 0.1)
         models["decode-0"].is_silent = True
         models["prefill-0"].register(draining=True, sleeping=True)
         await settle()

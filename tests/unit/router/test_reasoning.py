@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton_serve.services.router.text.reasoning import REASONING_FORMATS
-from baton_serve.services.router.text.scanning.parts import Content, Part, Reasoning, merged
+from baton_serve.services.router.text.scanning.message_parts import Content, Part, Reasoning, merged
 from tests.unit.router.test_tool_calls import cut
 
 ASKS = "<|im_start|>assistant\n"

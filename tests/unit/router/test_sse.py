@@ -12,8 +12,8 @@ from baton_serve.contracts.messages import EncodedLogprobs, TokenLogprobs, Token
 from baton_serve.contracts.prompt_logprobs import decode_logprobs
 from baton_serve.services.common.http.exchange import EXTENSION, Exchange
 from baton_serve.services.router.api import chat, completions
-from baton_serve.services.router.protocol.bounds import MAX_QUEUED_TOKENS
 from baton_serve.services.router.protocol.errors import ClientGoneError
+from baton_serve.services.router.protocol.request_bounds import MAX_QUEUED_TOKENS
 from baton_serve.services.router.requests.token_queue import TokenQueue
 from baton_serve.services.router.text.logprobs import LogprobWriter
 from baton_serve.services.router.text.token_sequence import NewTokens, TokenUpdate

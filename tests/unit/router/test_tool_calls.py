@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton_serve.services.router.text.scanning.parts import Call, Content, Part, merged
+from baton_serve.services.router.text.scanning.message_parts import Call, Content, Part, merged
 from baton_serve.services.router.text.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat, Tools
 from baton_serve.services.router.text.tool_calls.forced import named_call, required_calls
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from baton_serve.services.router.text.speech.profile import SpeechProfile
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile
 from baton_serve.services.router.text.speech.transcript import Segment, compression_ratio, srt, timed_tokens, vtt
 
 PROFILE = SpeechProfile(

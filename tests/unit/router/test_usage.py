@@ -7,7 +7,7 @@ import pytest
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.quota.api_keys import RECHECK_S, ApiKeys
-from baton_serve.services.router.quota.usage import UsageLedger, WindowUsage
+from baton_serve.services.router.quota.usage_limits import UsageLedger, WindowUsage
 from tests.unit.router.conftest import Router, Serve
 
 NOW = 86_400.0 * 20_000 + 90

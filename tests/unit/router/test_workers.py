@@ -15,7 +15,7 @@ from baton_serve.services.router.processes.sibling_rpc import (
     join_metrics,
     newest_requests,
 )
-from baton_serve.services.router.quota.usage import DAY_S, MINUTE_S, UsageWindow, WindowUsage
+from baton_serve.services.router.quota.usage_limits import DAY_S, MINUTE_S, UsageWindow, WindowUsage
 from baton_serve.services.router.requests.metrics import RouterMetrics
 
 MINUTE, DAY = UsageWindow("alice", MINUTE_S, 7), UsageWindow("alice", DAY_S, 1)

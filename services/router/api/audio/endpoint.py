@@ -21,7 +21,7 @@ from baton_serve.services.router.protocol.errors import ApiError, BadRequestErro
 from baton_serve.services.router.protocol.form_data import check_origin, parse_form
 from baton_serve.services.router.text.detokenizer import Detokenizer
 from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
-from baton_serve.services.router.text.speech.profile import SpeechProfile, Task
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile, Task
 from baton_serve.services.router.text.speech.transcript import text_tokens
 from baton_serve.services.router.text.text_output import TextDelta
 

@@ -9,7 +9,7 @@ import msgspec
 from baton_serve.services.router.api.audio.schema import TranscriptionRequest
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.text.detokenizer import Detokenizer
-from baton_serve.services.router.text.speech.profile import SpeechProfile, Task
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile, Task
 from baton_serve.services.router.text.speech.transcript import (
     Segment,
     TranscribedWindow,

@@ -4,7 +4,10 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from baton_serve.services.router.protocol.bounds import (
+from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.form_data import Form
+from baton_serve.services.router.protocol.openai_requests import Name
+from baton_serve.services.router.protocol.request_bounds import (
     NonNegative,
     OrAll,
     Penalty,
@@ -13,9 +16,6 @@ from baton_serve.services.router.protocol.bounds import (
     Share,
     TopP,
 )
-from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.protocol.form_data import Form
-from baton_serve.services.router.protocol.openai_requests import Name
 
 ResponseFormat = Literal["json", "text", "srt", "vtt", "verbose_json"]
 _LISTS = frozenset({"timestamp_granularities", "temperature", "include"})

@@ -17,7 +17,7 @@ from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.text.multimodal.image_tokens import TokenizedPrompt
 from baton_serve.services.router.text.prompt_length import check_prompt
 from baton_serve.services.router.text.sampling_params import TextRules
-from baton_serve.services.router.text.speech.profile import SpeechProfile, Task
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile, Task
 from baton_serve.services.router.text.speech.transcript import (
     TranscribedWindow,
     average_logprob,

@@ -6,10 +6,10 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
+from baton_serve.services.router.api.content_block_writer import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
-from baton_serve.services.router.api.messages.answer import (
+from baton_serve.services.router.api.messages.answer_schema import (
     AnswerBlock,
     BlockDelta,
     BlockStart,

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton_serve.services.router.protocol.bounds import (
+from baton_serve.services.router.protocol.openai_requests import Metadata, Name, StopStrings
+from baton_serve.services.router.protocol.request_bounds import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_NAME_CHARS,
@@ -18,7 +19,6 @@ from baton_serve.services.router.protocol.bounds import (
     Temperature,
     TopP,
 )
-from baton_serve.services.router.protocol.openai_requests import Metadata, Name, StopStrings
 
 
 class _Lenient(BaseModel):

@@ -4,13 +4,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from baton_serve.services.router.protocol.bounds import MAX_INPUTS, MAX_NUMBERS, NonNegative, OrAll, Positive, Priority
 from baton_serve.services.router.protocol.openai_requests import (
     ContentPart,
     Messages,
     Name,
     ProcessorSettings,
     TruncationSide,
+)
+from baton_serve.services.router.protocol.request_bounds import (
+    MAX_INPUTS,
+    MAX_NUMBERS,
+    NonNegative,
+    OrAll,
+    Positive,
+    Priority,
 )
 
 

@@ -12,8 +12,8 @@ import msgspec
 from pydantic_core import to_json
 
 from baton_serve.services.router.api.responses.schema import InputItem, InputTokensRequest
-from baton_serve.services.router.protocol.bounds import MAX_MESSAGES
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_bounds import MAX_MESSAGES
 
 R = TypeVar("R", bound=InputTokensRequest)
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.services.router.api.api_format import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.chat_preparation import begin_chat, count_tokens
+from baton_serve.services.router.api.content_block_writer import AnswerEnd, SseEvent, serve
 from baton_serve.services.router.api.content_blocks import Block, BlockClosed, BlockGrown, BlockOpened, Change
 from baton_serve.services.router.api.model_service import ModelService
-from baton_serve.services.router.api.responses.answer import (
+from baton_serve.services.router.api.responses.answer_schema import (
     CallItem,
     DeltaEvent,
     ErrorEvent,
@@ -34,10 +34,10 @@ from baton_serve.services.router.api.responses.request_to_chat import as_chat, i
 from baton_serve.services.router.api.responses.schema import InputTokensRequest, ResponsesRequest
 from baton_serve.services.router.api.responses.tools import ToolName, names_of
 from baton_serve.services.router.protocol.asgi import Receive, RequestContext, Scope, Send, read_body, send_json
-from baton_serve.services.router.protocol.bounds import MAX_REPEATED_LOGPROBS
 from baton_serve.services.router.protocol.errors import ApiError, BadRequestError
 from baton_serve.services.router.protocol.openai_requests import ChatCompletionRequest
 from baton_serve.services.router.protocol.openai_responses import ChatLogprob, InputTokens, Usage
+from baton_serve.services.router.protocol.request_bounds import MAX_REPEATED_LOGPROBS
 from baton_serve.services.router.protocol.request_parsing import beside_loop, is_long, parsed
 from baton_serve.services.router.text.logprobs import LogprobWriter
 

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from baton_serve.services.common.logs import LimitedLog
-from baton_serve.services.router.api.api_format import Dialect, whole_answer
 from baton_serve.services.router.api.chat_preparation import BegunChat
-from baton_serve.services.router.api.responses.answer import ResponseAnswer
+from baton_serve.services.router.api.content_block_writer import Dialect, whole_answer
+from baton_serve.services.router.api.responses.answer_schema import ResponseAnswer
 from baton_serve.services.router.api.responses.conversation import AnswerState, ResponseRecord
 from baton_serve.services.router.api.responses.store import RUN_TTL_S, MemoryResponseStore, ResponseStore, owner_of
 from baton_serve.services.router.protocol.body_scan import UNCOUNTED_BYTES

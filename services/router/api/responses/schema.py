@@ -7,7 +7,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from baton_serve.services.router.protocol.bounds import (
+from baton_serve.services.router.protocol.openai_requests import (
+    Effort,
+    LogitBias,
+    Name,
+    Objects,
+    StopString,
+    StopStrings,
+    Verbosity,
+)
+from baton_serve.services.router.protocol.request_bounds import (
     MAX_MESSAGES,
     MAX_METADATA,
     MAX_NAME_CHARS,
@@ -22,15 +31,6 @@ from baton_serve.services.router.protocol.bounds import (
     Share,
     Temperature,
     TopP,
-)
-from baton_serve.services.router.protocol.openai_requests import (
-    Effort,
-    LogitBias,
-    Name,
-    Objects,
-    StopString,
-    StopStrings,
-    Verbosity,
 )
 
 

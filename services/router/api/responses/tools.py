@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton_serve.services.router.protocol.bounds import MAX_TOOLS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import Tool
+from baton_serve.services.router.protocol.request_bounds import MAX_TOOLS
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from typing import Any
 from baton_serve.contracts.closed_objects import Schema
 from baton_serve.contracts.lark import Rule, embedded_rule, json_rule
 from baton_serve.services.router.protocol.body_scan import check_counts, parsed
-from baton_serve.services.router.protocol.bounds import MAX_FORM_CHARS
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.openai_requests import GenerationRequest
+from baton_serve.services.router.protocol.request_bounds import MAX_FORM_CHARS
 from baton_serve.services.router.text.grammar.structural_tags import structural_tag
 
 ANY_OBJECT = {"type": "object"}

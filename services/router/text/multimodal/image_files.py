@@ -28,9 +28,9 @@ from baton_serve.contracts.media import (
 )
 from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
+from baton_serve.services.router.text.multimodal.client_tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
-from baton_serve.services.router.text.multimodal.tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.video_probe import probe
 from baton_serve.services.router.text.thread_pools import IMAGES
 
@@ -219,7 +219,7 @@ def _load_pillow() -> None:
 
 def _import_fetch() -> "Callable[..., Awaitable[bytes]]":
     """Import the HTTP client, which takes 0.2 s, and return the function that fetches a file."""
-    from baton_serve.services.router.text.multimodal.web import fetch
+    from baton_serve.services.router.text.multimodal.url_fetch import fetch
 
     return fetch
 

@@ -11,7 +11,7 @@ from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.reasoning.gpt_oss import gpt_oss, gpt_oss_rule
 from baton_serve.services.router.text.reasoning.tagged import tagged, tagged_rule
 from baton_serve.services.router.text.scanning.characters import Characters, Scan
-from baton_serve.services.router.text.scanning.parts import PartReader, Parts
+from baton_serve.services.router.text.scanning.message_parts import PartReader, Parts
 
 __all__ = ["REASONING_FORMATS", "ReasoningFormat"]
 

@@ -14,7 +14,7 @@ from baton_serve.services.router.text.scanning.harmony import (
     next_header,
     open_header,
 )
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 
 
 def gpt_oss(text: Characters, out: Parts, prompt: str) -> Scan[None]:

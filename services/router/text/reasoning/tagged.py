@@ -2,7 +2,7 @@
 
 from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space, until
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 
 
 def tagged(text: Characters, out: Parts, prompt: str, *, tags: tuple[str, str], is_assumed: bool) -> Scan[None]:

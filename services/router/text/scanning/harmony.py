@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, collect, literal, until
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"

@@ -1,3 +1,3 @@
-"""Speech recognition: the tokens and windows of a model (`profile`), files cut into windows (`cutting`), and tokens
-converted to segments of text (`transcript`).
+"""Speech recognition: the tokens and windows of a model (`speech_profile`), files cut into windows
+(`cutter_processes`), and tokens converted to segments of text (`transcript`).
 """

@@ -7,7 +7,7 @@ import msgspec
 
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.services.router.text.detokenizer import Detokenizer
-from baton_serve.services.router.text.speech.profile import SpeechProfile
+from baton_serve.services.router.text.speech.speech_profile import SpeechProfile
 
 
 class TranscribedWindow(msgspec.Struct, frozen=True, kw_only=True):

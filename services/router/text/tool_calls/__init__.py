@@ -8,15 +8,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan
-from baton_serve.services.router.text.scanning.parts import PartReader, Parts
+from baton_serve.services.router.text.scanning.message_parts import PartReader, Parts
 from baton_serve.services.router.text.tool_calls.deepseek_v3 import deepseek_v3
 from baton_serve.services.router.text.tool_calls.hermes import hermes
 from baton_serve.services.router.text.tool_calls.llama3_json import llama3_json
 from baton_serve.services.router.text.tool_calls.mistral import mistral
 from baton_serve.services.router.text.tool_calls.openai import openai
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 from baton_serve.services.router.text.tool_calls.pythonic import pythonic
 from baton_serve.services.router.text.tool_calls.qwen3_coder import qwen3_coder
-from baton_serve.services.router.text.tool_calls.tools import Tools
 
 __all__ = ["TOOL_CALL_FORMATS", "ToolCallFormat", "Tools"]
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, skip_space
 from baton_serve.services.router.text.scanning.json_text import json_string, json_value
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 
 _ARGUMENTS = ("arguments", "parameters")
 

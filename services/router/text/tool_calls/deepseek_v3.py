@@ -8,8 +8,8 @@ import re
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, collect, skip_space, until
 from baton_serve.services.router.text.scanning.json_text import json_value
-from baton_serve.services.router.text.scanning.parts import Parts
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.scanning.message_parts import Parts
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 BEGIN, SEPARATOR, END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001

@@ -13,9 +13,9 @@ from baton_serve.contracts.closed_objects import Schema
 from baton_serve.contracts.lark import Lark, Rule
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.text.scanning.characters import Characters, Scan
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 from baton_serve.services.router.text.tool_calls.call_object import call_list
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 Function = Mapping[str, Any]
 

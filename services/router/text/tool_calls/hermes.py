@@ -4,9 +4,9 @@ An answer has any number of calls `<tool_call>{"name": …, "arguments": {…}}<
 """
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, until
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 from baton_serve.services.router.text.tool_calls.call_object import call_object
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 

@@ -5,9 +5,9 @@ calls if and only if it begins with such an object.
 """
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 from baton_serve.services.router.text.tool_calls.call_object import call_object
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 TAG = "<|python_tag|>"
 

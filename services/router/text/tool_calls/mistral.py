@@ -9,9 +9,9 @@ import re
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, collect, skip_space, until
 from baton_serve.services.router.text.scanning.json_text import json_value
-from baton_serve.services.router.text.scanning.parts import Parts
+from baton_serve.services.router.text.scanning.message_parts import Parts
 from baton_serve.services.router.text.tool_calls.call_object import call_list, call_object
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 MARK = "[TOOL_CALLS]"
 

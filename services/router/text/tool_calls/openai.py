@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, until
 from baton_serve.services.router.text.scanning.harmony import ENDS, START, next_header
-from baton_serve.services.router.text.scanning.parts import Parts
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.scanning.message_parts import Parts
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 
 def openai(text: Characters, out: Parts, tools: Tools) -> Scan[None]:

@@ -10,8 +10,8 @@ import warnings
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space
 from baton_serve.services.router.text.scanning.json_text import to_json
-from baton_serve.services.router.text.scanning.parts import Parts
-from baton_serve.services.router.text.tool_calls.tools import Tools
+from baton_serve.services.router.text.scanning.message_parts import Parts
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools
 
 _START, _END = "<|python_start|>", "<|python_end|>"
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*")

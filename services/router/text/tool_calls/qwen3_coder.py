@@ -6,8 +6,8 @@ the types of the values. Strings are streamed while they arrive, other values wh
 
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, collect, until
 from baton_serve.services.router.text.scanning.json_text import to_json
-from baton_serve.services.router.text.scanning.parts import Parts
-from baton_serve.services.router.text.tool_calls.tools import Tools, json_of
+from baton_serve.services.router.text.scanning.message_parts import Parts
+from baton_serve.services.router.text.tool_calls.parameter_types import Tools, json_of
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 
 from baton_serve.child_command import module_command
-from baton_serve.services.common.lifecycle import RestartPolicy
+from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.router.protocol.errors import UnavailableError
 from baton_serve.services.router.text.grammar.compiling.fair_slots import FairSlots, QueueLimits
 from baton_serve.services.router.text.grammar.compiling.limited_compiler import (

@@ -10,7 +10,7 @@ from typing import Protocol
 
 import msgspec
 
-from baton_serve.services.router.api.answer import SseDeltaWriter
+from baton_serve.services.router.api.answer_writer import SseDeltaWriter
 from baton_serve.services.router.api.chat_preparation import BegunChat
 from baton_serve.services.router.api.content_blocks import Block, Change, ContentBlockBuilder
 from baton_serve.services.router.protocol.asgi import (
@@ -24,7 +24,7 @@ from baton_serve.services.router.protocol.asgi import (
 from baton_serve.services.router.protocol.errors import ApiError, ClientGoneError
 from baton_serve.services.router.protocol.openai_responses import Usage
 from baton_serve.services.router.text.message_reader import MessageReader
-from baton_serve.services.router.text.scanning.parts import Content, Part
+from baton_serve.services.router.text.scanning.message_parts import Content, Part
 from baton_serve.services.router.text.text_output import TextDelta
 from baton_serve.services.router.text.thread_pools import ANSWERS
 

@@ -15,7 +15,7 @@ from baton_serve.services.router.api.audio.endpoint import TranscriptionEndpoint
 from baton_serve.services.router.api.audio.schema import TranscriptionRequest, TranslationRequest
 from baton_serve.services.router.api.chat import ChatEndpoint, ChatInputTokensEndpoint
 from baton_serve.services.router.api.completions import CompletionEndpoint
-from baton_serve.services.router.api.messages.answer import error_answer
+from baton_serve.services.router.api.messages.answer_schema import error_answer
 from baton_serve.services.router.api.messages.endpoint import CountTokensEndpoint, MessagesEndpoint
 from baton_serve.services.router.api.messages.schema import CountTokensRequest, MessagesRequest
 from baton_serve.services.router.api.model_service import ModelService

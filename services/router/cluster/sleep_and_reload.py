@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.messages import EngineCommandDone, WeightsSource
+from baton_serve.services.router.cluster.cache_reset_and_profile import Answer, EngineActions, problem_of, results
 from baton_serve.services.router.cluster.cluster import Cluster
-from baton_serve.services.router.cluster.engine_actions import Answer, EngineActions, problem_of, results
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.protocol.errors import ApiError, ConflictError, DeadlineError, UnavailableError
 

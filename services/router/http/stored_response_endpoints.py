@@ -8,8 +8,8 @@ from fastapi import APIRouter, Query, Request, Response
 from baton_serve.services.router.api.responses.conversation import ResponseRecord, page_of
 from baton_serve.services.router.api.responses.kept_responses import KeptResponses
 from baton_serve.services.router.protocol.asgi import RequestContext
-from baton_serve.services.router.protocol.bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.errors import BadRequestError
+from baton_serve.services.router.protocol.request_bounds import MAX_NAME_CHARS
 from baton_serve.services.router.protocol.request_parsing import beside_loop
 
 MAX_PAGE = 100
