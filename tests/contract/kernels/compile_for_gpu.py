@@ -18,6 +18,7 @@ from baton_serve.engine.kernels.triton import (
     delta_chunks,
     delta_step,
     experts,
+    experts_row,
     experts_sorted,
     latent,
     mixers,
@@ -108,7 +109,9 @@ SORTED = [
     for tiles in TILES
 ]
 POINTERS = {
-    **dict.fromkeys(("output", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF),
+    **dict.fromkeys(
+        ("output", "result", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF
+    ),
     **dict.fromkeys(("sinks", "pairs", "words", "seen_ends"), HALF),
     **dict.fromkeys(("asking", "adding", "scores"), HALF),
     **dict.fromkeys(("xbc", "skip", "b", "c"), HALF),
@@ -203,6 +206,11 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for single in (False, True)
     ),
     *((experts._down_kernel, {**EXPERTS, "is_single": single}) for single in (False, True)),
+    (experts_row._gate_up_row_kernel, {"inputs": 64, "outputs": 32, "columns": 1, "chunk": 64}),
+    (
+        experts_row._down_row_kernel,
+        {"top_k": 3, "choices": 4, "inputs": 32, "outputs": 64, "columns": 1, "chunk": 32},
+    ),
     (experts_sorted._block_kernel, {"num_experts": 8, "experts": 8, "rows": 64}),
     (experts_sorted._gate_up_kernel, SORTED[0]),
     (experts_sorted._down_kernel, SORTED[1]),

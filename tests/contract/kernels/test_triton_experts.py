@@ -10,7 +10,7 @@ from baton_serve.engine.config import Quantization
 from baton_serve.engine.kernels import Experts, StackedWeight
 from baton_serve.engine.kernels.reference import experts as reference_experts
 from baton_serve.engine.kernels.triton import experts as triton_experts
-from baton_serve.engine.kernels.triton import experts_sorted
+from baton_serve.engine.kernels.triton import experts_row, experts_sorted
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
@@ -116,6 +116,18 @@ def test_rows_of_one_expert_span_several_blocks_in_half_precision() -> None:
     wide = Experts(experts.gate_up.float(), experts.down.float())
     expected = reference_experts.mix(x.float(), weights, chosen, wide)
     torch.testing.assert_close(mixed.float(), expected, rtol=3e-2, atol=0.02 * float(expected.abs().max()))
+
+
+def test_one_token_equals_the_rows_of_many() -> None:
+    experts = make_experts(like_gpt_oss=False, dtype=torch.float16)
+    x, logits = draw(5, HIDDEN).half(), draw(5, EXPERTS)
+    weights, chosen = triton_experts.route(logits, 3, renormalize=True)
+    many = triton_experts.mix(x, weights, chosen, experts).float()
+    assert experts_row.fits(x[:1], experts) and not experts_row.fits(x, experts)
+    for row in range(5):
+        part = slice(row, row + 1)
+        alone = triton_experts.mix(x[part], weights[part], chosen[part], experts).float()
+        torch.testing.assert_close(alone, many[part], rtol=3e-2, atol=0.02 * float(many.abs().max()))
 
 
 @pytest.mark.parametrize("part", [0, 1], ids=["gate", "up"])

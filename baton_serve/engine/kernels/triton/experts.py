@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Experts
-from baton_serve.engine.kernels.triton import experts_sorted
+from baton_serve.engine.kernels.triton import experts_row, experts_sorted
 from baton_serve.engine.kernels.triton.tiles import padded
 
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
@@ -23,8 +23,6 @@ __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 LOWEST = tl.constexpr(-1e38)
 """The lowest logit in the routing kernel, and, negated, the highest. A NaN becomes the lowest."""
-MAX_WIDE_TOKENS = 256
-"""Tokens up to which several warps choose one token's experts among many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +55,8 @@ def route(
         picks=padded(top_k + num_shared),
         renormalize=renormalize,
         has_gate=has_gate,
-        # Several warps shorten the wait for one token, and take longer for many.
-        num_warps=4 if num_experts > 256 and num_tokens <= MAX_WIDE_TOKENS else 1,
+        # Several warps would exchange every maximum through shared memory.
+        num_warps=1,
     )
     return weights, chosen
 
@@ -94,6 +92,8 @@ def mix(
     `expert_tiles`.
     """
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    if tiles is None and experts_row.fits(x, experts):
+        return experts_row.mix_row(x, weights, chosen, experts)
     num_tokens, hidden = x.shape
     top_k, num_experts, width = chosen.shape[1], experts.gate_up.shape[0], experts.down.shape[2]
     pairs = num_tokens * top_k

@@ -1,0 +1,154 @@
+"""Mixtures of experts for one token: each program multiplies rows of the chosen experts' weights, which are read once.
+
+Matrix units, for which the grouped products of `experts` are cut, would multiply 15 empty rows. The sum over experts
+is part of the second product. Twin: `reference.experts.mix`.
+"""
+# mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from baton_serve.engine.kernels.metadata import Experts
+from baton_serve.engine.kernels.triton.tiles import padded
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertRowTiles:
+    """Tile sizes and launch settings of a product of one token with the weights of its experts."""
+
+    columns: int  # outputs of a program
+    chunk: int  # inputs of a step
+    warps: int
+    stages: int
+
+
+GATE_UP_TILES = ExpertRowTiles(columns=1, chunk=1024, warps=4, stages=2)
+DOWN_TILES = ExpertRowTiles(columns=1, chunk=128, warps=2, stages=4)
+MAX_WIDTH = 2048
+"""Width of an expert up to which these products are taken: a program reads one row of each chosen expert."""
+
+
+def fits(x: Tensor, experts: Experts) -> bool:
+    """Return whether `mix_row` computes these experts of x: narrow ones of one token, with plain weights, no biases."""
+    gate_up, down = experts.gate_up, experts.down
+    if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or x.shape[0] != 1 or x.stride(1) != 1:
+        return False
+    is_dense = gate_up.is_contiguous() and down.is_contiguous()
+    return is_dense and experts.is_plain and down.shape[2] <= MAX_WIDTH
+
+
+def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    """Return the weighted sum of one token's experts, [1, hidden], as `LayerKernels.mix` specifies. Call it only if
+    `fits`.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    num_experts, hidden, width = down.shape
+    top_k = chosen.shape[1]
+    first, second = GATE_UP_TILES, DOWN_TILES
+    active = torch.empty((top_k, width), dtype=x.dtype, device=x.device)
+    _gate_up_row_kernel[(triton.cdiv(width, first.columns), top_k)](
+        active,
+        x,
+        gate_up,
+        chosen,
+        num_experts,
+        inputs=hidden,
+        outputs=width,
+        columns=first.columns,
+        chunk=min(first.chunk, padded(hidden)),
+        num_warps=first.warps,
+        num_stages=first.stages,
+    )
+    result = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
+    _down_row_kernel[(triton.cdiv(hidden, second.columns),)](
+        result,
+        active,
+        down,
+        weights,
+        chosen,
+        num_experts,
+        top_k=top_k,
+        choices=padded(top_k),
+        inputs=width,
+        outputs=hidden,
+        columns=second.columns,
+        chunk=min(second.chunk, padded(width)),
+        num_warps=second.warps,
+        num_stages=second.stages,
+    )
+    return result
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _gate_up_row_kernel(  # noqa: PLR0913
+    active,
+    x,
+    weight,
+    chosen,
+    num_experts,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    """Compute silu(gate) * up of one chosen expert for `columns` outputs."""
+    choice = tl.program_id(1)
+    expert = tl.load(chosen + choice)
+    if expert < num_experts:  # others are on other ranks
+        column, step = tl.program_id(0) * columns + tl.arange(0, columns), tl.arange(0, chunk)
+        kept = column < outputs
+        rows = weight + (expert.to(tl.int64) * (2 * outputs) + column[:, None]) * inputs + step[None, :]
+        gate = tl.zeros([columns, chunk], tl.float32)
+        up = tl.zeros([columns, chunk], tl.float32)
+        for start in range(0, inputs, chunk):
+            inside = start + step < inputs
+            mask = kept[:, None] & inside[None, :]
+            seen = tl.load(x + start + step, inside, other=0.0).to(tl.float32)[None, :]
+            gate += tl.load(rows + start, mask, other=0.0).to(tl.float32) * seen
+            up += tl.load(rows + outputs * inputs + start, mask, other=0.0).to(tl.float32) * seen
+        dtype: tl.constexpr = active.dtype.element_ty
+        # Round as if the product had been stored, as the twin does.
+        gated, added = tl.sum(gate, 1).to(dtype).to(tl.float32), tl.sum(up, 1).to(dtype).to(tl.float32)
+        # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
+        gated = (gated / (1.0 + tl.exp(tl.minimum(-gated, 80.0)))).to(dtype).to(tl.float32)
+        tl.store(active + choice * outputs + column, (gated * added).to(dtype), kept)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _down_row_kernel(  # noqa: PLR0913
+    result,
+    active,
+    weight,
+    factors,
+    chosen,
+    num_experts,
+    top_k: tl.constexpr,
+    choices: tl.constexpr,
+    inputs: tl.constexpr,
+    outputs: tl.constexpr,
+    columns: tl.constexpr,
+    chunk: tl.constexpr,
+):
+    """Compute `columns` outputs of all chosen experts at the same time, and add them up."""
+    choice, step = tl.arange(0, choices), tl.arange(0, chunk)
+    expert = tl.load(chosen + choice, choice < top_k, other=num_experts)
+    is_own = expert < num_experts
+    dtype: tl.constexpr = result.dtype.element_ty
+    factor = tl.load(factors + choice, is_own, other=0.0)
+    for number in tl.static_range(columns):
+        column = tl.program_id(0) * columns + number
+        rows = weight + (expert.to(tl.int64) * outputs + column)[:, None] * inputs + step[None, :]
+        acc = tl.zeros([choices, chunk], tl.float32)
+        for start in range(0, inputs, chunk):
+            mask = is_own[:, None] & (start + step < inputs)[None, :]
+            seen = tl.load(active + choice[:, None] * inputs + start + step[None, :], mask, other=0.0).to(tl.float32)
+            acc += tl.load(rows + start, mask & (column < outputs), other=0.0).to(tl.float32) * seen
+        # Round as if each expert's output had been stored, as the twin does.
+        product = tl.sum(acc, 1).to(dtype).to(tl.float32) * factor
+        total = tl.sum(tl.where(is_own, product.to(dtype).to(tl.float32), 0.0), 0)
+        tl.store(result + column, total.to(dtype), column < outputs)
