@@ -103,8 +103,9 @@ heads, and divide the KV heads or be a multiple of them. CI compares tiny models
 (`tests/engine/test_rank_parts.py`). `--pipeline-parallel-size N` divides the layers, also those with recurrent states
 (`tests/engine/test_pipeline.py`).
 
-`python -m tools.sweep_families --ranks` compared families of [the last table](#every-family-of-transformers) on two
-processes: with two ranks {ranks}, with two stages {stages}. These are refused, or were not compared:
+`python -m tools.sweep_families --ranks` and `--wide` compared families of [the last
+table](#every-family-of-transformers) on several processes, where a refusal names the largest number that works:
+{divisions}. On two processes these are refused, or were not compared:
 
 | `model_type` | 2 ranks | 2 stages | Why |
 |---|---|---|---|
@@ -157,8 +158,7 @@ def build() -> str:
         version=swept.transformers,
         counts=counts,
         verdicts=verdicts,
-        ranks=_counts([verdict.ranks for verdict in served.values()]),
-        stages=_counts([verdict.stages for verdict in served.values()]),
+        divisions="; ".join(f"on {name} {_counts(found)}" for name, found in _divisions(served).items()),
         divided=_divided_rows(served),
     )
     return HEAD.format(version=_series()) + "\n".join(rows) + "\n" + tail
@@ -171,8 +171,19 @@ def verdict_row(model_type: str, verdict: Verdict) -> str:
     return f"| `{model_type}` | `{verdict.model_class}` | {verdict.verdict} | {verdict.layers} | {shown} |"
 
 
+def _divisions(served: Mapping[str, Verdict]) -> dict[str, list[str]]:
+    """Return the verdicts of all families on several processes, by the division such as "4 ranks"."""
+    found: dict[str, list[str]] = {
+        "2 ranks": [verdict.ranks for verdict in served.values()],
+        "2 stages": [verdict.stages for verdict in served.values()],
+    }
+    for name in dict.fromkeys(name for verdict in served.values() for name in verdict.wide):
+        found[name] = [verdict.wide.get(name, "") for verdict in served.values()]
+    return found
+
+
 def _counts(verdicts: Sequence[str]) -> str:
-    """Return how many of the verdicts on two processes are of each kind, such as "150 equal, 20 refused"."""
+    """Return how many of the verdicts on several processes are of each kind, such as "150 equal, 20 refused"."""
     found = Counter(verdict or "not compared" for verdict in verdicts)
     return ", ".join(f"{count} {kind}" for kind, count in found.most_common())
 

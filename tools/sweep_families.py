@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -313,9 +313,9 @@ def _child(family: Family, known: Verdict | None, is_wide: bool, writer: Connect
 
 def sweep(
     chosen: list[Family], workers: int, known: Mapping[str, Verdict] | None = None, *, is_wide: bool = False
-) -> dict[str, Verdict]:
-    """Judge families, `workers` at a time, and print each verdict. `known` are their verdicts on one device, to which
-    those on two are added, or on more if `is_wide`; None: judge them on one."""
+) -> Iterator[tuple[str, Verdict]]:
+    """Judge families, `workers` at a time. Print and yield each verdict with its model type. `known` are their verdicts
+    on one device, to which those on two are added, or on more if `is_wide`; None: judge them on one."""
 
     def one(family: Family) -> tuple[str, Verdict]:
         start = time.monotonic()
@@ -327,7 +327,7 @@ def sweep(
         return family.model_type, verdict
 
     with ThreadPoolExecutor(workers) as pool:
-        return dict(pool.map(one, chosen))
+        yield from pool.map(one, chosen)
 
 
 def main() -> int:
@@ -337,30 +337,36 @@ def main() -> int:
     parser.add_argument("--ranks", action="store_true", help="compare equal families on two ranks and on two stages")
     parser.add_argument("--wide", action="store_true", help="compare equal families on three and four processes")
     asked = parser.parse_args()
-    families = [Family(*named) for named in generating_families().items()]
-    chosen = [one for one in families if not asked.families or one.model_type in asked.families]
+    families = generating_families()
+    chosen = [Family(kind, families[kind]) for kind in asked.families or families if kind in families]
     known = read_verdicts().families
     if asked.ranks or asked.wide:
         # Before the first fork, so that all share it.
         importlib.import_module("tests.forking").forks()
         chosen = [one for one in chosen if one.model_type in known and known[one.model_type].verdict == "equal"]
-        verdicts = sweep(chosen, asked.workers, known, is_wide=asked.wide)
+        verdicts = {}
+        for kind, verdict in sweep(chosen, asked.workers, known, is_wide=asked.wide):
+            verdicts[kind] = verdict
+            # Another sweep may have written meanwhile, and this one may be ended before its last family.
+            keep(read_verdicts().families | {kind: verdict})
         divided = [v.wide.values() if asked.wide else (v.ranks, v.stages) for v in verdicts.values()]
         counts = {kind: sum(kind in found for found in divided) for kind in VERDICTS}
     else:
-        verdicts = sweep(chosen, asked.workers)
-        # A family keeps its verdicts on two devices until they are compared again.
-        verdicts = {kind: with_divisions(verdict, known.get(kind)) for kind, verdict in verdicts.items()}
+        # A family keeps its verdicts on several devices until they are compared again.
+        verdicts = {kind: with_divisions(verdict, known.get(kind)) for kind, verdict in sweep(chosen, asked.workers)}
+        keep((read_verdicts().families if asked.families else {}) | verdicts)
         counts = {kind: sum(v.verdict == kind for v in verdicts.values()) for kind in VERDICTS}
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    # Another sweep may have written meanwhile.
-    kept = read_verdicts().families if asked.families or asked.ranks or asked.wide else {}
-    write_verdicts(Verdicts(transformers.__version__, dict(sorted({**kept, **verdicts}.items()))))
     return 1 if counts["different"] or counts["crash"] else 0
 
 
+def keep(families: Mapping[str, Verdict]) -> None:
+    """Replace the stored verdicts by those of `families`."""
+    write_verdicts(Verdicts(transformers.__version__, dict(sorted(families.items()))))
+
+
 def with_divisions(verdict: Verdict, known: Verdict | None) -> Verdict:
-    """Return a family's verdict on one device, with the `known` ones on two if both are about equal answers."""
+    """Return a family's verdict on one device, with the `known` ones on several if both are about equal answers."""
     if known is None or verdict.verdict != "equal":
         return verdict
     kept = ("ranks", "stages", "why_divided", "wide", "why_wide")
