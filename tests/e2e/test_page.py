@@ -184,45 +184,61 @@ def test_an_embedding_model_gets_a_comparison_of_texts_in_place_of_the_chat(scre
 def test_pictures_and_recordings_in_the_chat(screenshots: Path) -> None:
     """A picture that is dropped is read by the model. The transcript of a recording is a fake: the page's part is to
     send a file that the server decodes."""
-    (question, *_) = demo_questions()
-    assert question.picture is not None
-    png = base64.b64encode(question.picture.png()).decode()
-    file = f"new File([Uint8Array.from(atob('{png}'), c => c.charCodeAt(0))], 'number.png', {{type: 'image/png'}})"
-    drop = f"files = new DataTransfer(), files.items.add({file})"
-    drop += ", document.getElementById('chat').dispatchEvent(new DragEvent('drop', {dataTransfer: files}))"
-    send = "document.getElementById('text').value = {!r}, document.getElementById('send').click()"
     args = ("--disaggregation-min-tokens", "0")
     with Cluster(VISION_MODEL, args=args) as running, Browser() as browser:
         violations(browser)
         browser.open(running.url, width=1280, height=900)
         browser.until(f"{TEXT}.includes('Add a picture') && {TEXT}.includes('decode-0')")
         assert browser.value("document.getElementById('record').hidden")
-        browser.value(f"{drop}, 1")
-        browser.until("document.querySelectorAll('#attached img').length === 1")
-        browser.value(send.format(question.text))
-        browser.until(f"{TEXT}.includes('first token')")
-        shown = "[document.querySelector('.answer').textContent, document.querySelectorAll('.user img').length]"
-        assert browser.value(shown) == [question.answer, 1]
+        ask_about_a_picture(browser)
         browser.screenshot(screenshots / "page-picture.png")
+        # A photo of 10 MB is longer than a request may be: the page draws it again.
+        browser.value("document.getElementById('clear').click()")
+        ask_about_a_picture(browser, more=", new Uint8Array(10 << 20)")
+        assert browser.value("messages[0].content[0].image_url.url").startswith("data:image/jpeg;")
         browser.until("(locked = true) && !refreshing")
         listens = [{"id": "m", "root": "m", "parent": None, "tasks": ["generate"], "inputs": ["speech"]}]
         browser.value(f"showModels({json.dumps(listens)})")
         event = json.dumps({"choices": [{"delta": {"content": "a beep"}}]})
         browser.value(f"fetch = async (...call) => (asked = call, new Response('data: ' + {event!r} + '\\n\\n')), 1")
-        record = "document.getElementById('record').click()"
-        browser.value(record)
-        browser.until("recorder?.state === 'recording'")
-        browser.until("new Promise(done => setTimeout(() => done(true), 400))")
-        browser.value(record)
-        browser.until(f"{TEXT}.includes('sound, ')")
-        browser.value("document.getElementById('send').click()")
-        browser.until(f"{TEXT}.includes('a beep')")
+        record_and_send(browser)
         assert browser.value("asked[0]") == "v1/audio/transcriptions"
         read = "asked[1].body.get('file').arrayBuffer().then(held => [...new Uint8Array(held)])"
         with wave.open(BytesIO(bytes(browser.value(read)))) as sound:
             assert (sound.getframerate(), sound.getnchannels(), sound.getsampwidth()) == (16_000, 1, 2)
             assert 0.1 < sound.getnframes() / 16_000 < 20
         assert browser.value("window.forbidden") == []
+
+
+def ask_about_a_picture(browser: Browser, more: str = "") -> None:
+    """Drop a picture on the chat, with the parts `more` behind the bytes of its file, and check the answer."""
+    (question, *_) = demo_questions()
+    assert question.picture is not None
+    png = base64.b64encode(question.picture.png()).decode()
+    parts = f"[Uint8Array.from(atob('{png}'), c => c.charCodeAt(0)){more}]"
+    browser.value(f"files = new DataTransfer(), files.items.add(new File({parts}, 'a.png', {{type: 'image/png'}})), 1")
+    browser.value("document.getElementById('chat').dispatchEvent(new DragEvent('drop', {dataTransfer: files}))")
+    browser.until("document.querySelectorAll('#attached img').length === 1")
+    browser.value(f"document.getElementById('text').value = {question.text!r}")
+    browser.value("document.getElementById('send').click()")
+    browser.until(f"{TEXT}.includes('first token')")
+    shown = "[document.querySelector('.answer').textContent, document.querySelectorAll('.user img').length]"
+    assert browser.value(shown) == [question.answer, 1]
+
+
+def record_and_send(browser: Browser) -> None:
+    """Record three times: New chat drops the first recording, and Send ends the third, which replaces the second."""
+    record, some_time = "document.getElementById('record').click()", "new Promise(done => setTimeout(done, 400, true))"
+    ends = ["document.getElementById('clear').click()", record, "document.getElementById('send').click()"]
+    for end, then in zip(
+        ends, ["attached.length === 0", "attached.length === 1", "attached.length === 0"], strict=True
+    ):
+        browser.value(record)
+        browser.until("recorder?.state === 'recording'")
+        browser.until(some_time)
+        browser.value(end)
+        browser.until(f"recorder === null && {then}")
+    browser.until(f"{TEXT}.includes('sound, ') && {TEXT}.includes('a beep')")
 
 
 def test_the_description_of_the_api_asks_no_other_host(locked_cluster: Cluster) -> None:
