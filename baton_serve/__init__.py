@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from baton_serve.services.common.version import VERSION
 
 if TYPE_CHECKING:
-    from baton_serve.engine.model.registry import ModelRegistry
+    from baton_serve.engine.model.plugin_models import ModelRegistry
     from baton_serve.engine.offline.async_engine import AsyncLLM, AsyncLLMEngine
     from baton_serve.engine.offline.command_line import FlexibleArgumentParser
     from baton_serve.engine.offline.engine_args import AsyncEngineArgs, EngineArgs
@@ -48,7 +48,7 @@ _MODULES = {
     "SamplingParams": "offline.params",
     "GuidedDecodingParams": "offline.structured",
     "StructuredOutputsParams": "offline.structured",
-    "ModelRegistry": "model.registry",
+    "ModelRegistry": "model.plugin_models",
     "AsyncEngineArgs": "offline.engine_args",
     "AsyncLLM": "offline.async_engine",
     "FlexibleArgumentParser": "offline.command_line",

@@ -17,7 +17,7 @@ from baton_serve.services.local.supervisor import MODULE
 PEER = "tests.contract.transports_peer"
 PRELOADED = [
     "baton_serve.services.local.main",
-    "baton_serve.engine.loading.model_loader",
+    "baton_serve.engine.loading.transformers_loader",
     "transformers.models.llama.modeling_llama",
     "tests.forked_ranks",
     PEER,

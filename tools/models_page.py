@@ -212,7 +212,7 @@ def row(name: str, family: Family) -> str:
 
 def load(family: Family) -> LoadedModel:
     """Load a family with random weights, from its config alone."""
-    loader = importlib.import_module("baton_serve.engine.loading.model_loader")
+    loader = importlib.import_module("baton_serve.engine.loading.transformers_loader")
     device = importlib.import_module("baton_serve.engine.device")
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         values = dict(family.config)

@@ -32,8 +32,8 @@ import transformers
 from baton_serve.engine import LLM, EngineConfig, SamplingParams
 from baton_serve.engine.errors import ConfigError, EngineError, UnsupportedModelError
 from baton_serve.engine.loading.layer_probe import PLAIN_LAYERS, STATE_LAYERS
-from baton_serve.engine.loading.model_loader import load_model
-from baton_serve.engine.loading.refusals import refuse_type
+from baton_serve.engine.loading.transformers_loader import load_model
+from baton_serve.engine.loading.unsupported_models import refuse_type
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.vision.decoder import BIDIRECTIONAL_TYPES

@@ -30,7 +30,7 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.placeholders import ImageReader
+from baton_serve.engine.model.vision.image_types import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.drain.shutdown import DrainableServer

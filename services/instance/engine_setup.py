@@ -17,9 +17,9 @@ from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH
 from baton_serve.engine.parallel.ranks import RemoteRanks
+from baton_serve.engine.pooling.encode_engine import EncodeObserver, ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.image_encoder import EncodeObserver, ImageEncoder
-from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.engine.pooling.model_kind import ModelKind, detect_model_kind
 from baton_serve.kvtransfer import HostMemory
 from baton_serve.model_source import allowed_plugins
 from baton_serve.services.common.settings.configuration import environment

@@ -22,8 +22,8 @@ from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.replacement import check_replacement
+from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.image_encoder import ImageEncoder
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.addresses import advertised, shared_memory_host
 from baton_serve.services.instance.components import InstanceService

@@ -8,7 +8,7 @@ import time
 
 from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS
+from baton_serve.engine.model.vision.image_types import NO_PIXELS
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed

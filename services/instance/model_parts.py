@@ -24,8 +24,8 @@ from baton_serve.contracts.messages import (
     WeightsSource,
 )
 from baton_serve.engine import Engine
+from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.image_encoder import ImageEncoder
 from baton_serve.kvtransfer import BlockMemory, NodePorts, PeerAccess, TransferNode, TransferSettings
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.lifecycle import Lifecycle

@@ -32,7 +32,7 @@ from baton_serve.contracts.vision import READERS
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, ImageReader, Pixels
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.drain.shutdown import DrainableServer
 from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult

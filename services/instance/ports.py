@@ -16,7 +16,7 @@ from baton_serve.contracts.messages import Ticket, ToRouter, Work
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.rpc.links import RouterId
 
@@ -60,7 +60,7 @@ class PoolingPort(SteppingPort, Protocol):
 
 
 class EncoderPort(SteppingPort, Protocol):
-    """The interface of `engine.pooling.image_encoder.ImageEncoder`. Engine thread only."""
+    """The interface of `engine.pooling.encode_engine.ImageEncoder`. Engine thread only."""
 
     def claim(self, request_id: RequestId, root: BlockHash, digests: Sequence[bytes]) -> list[bytes]: ...
     def add(self, request_id: RequestId, images: Pixels) -> None: ...

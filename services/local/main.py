@@ -16,8 +16,8 @@ from baton_serve.contracts.instance import Role
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import EngineError
-from baton_serve.engine.loading.native.config import read_folder
-from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.engine.loading.native.dense_config import read_folder
+from baton_serve.engine.pooling.model_kind import ModelKind, detect_model_kind
 from baton_serve.model_hub import is_hub_name
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
@@ -196,8 +196,8 @@ def modules_to_fork(model: str) -> list[str]:
     try:
         kind = json.loads((folder / "config.json").read_text())["model_type"].replace("-", "_")
     except (OSError, ValueError, KeyError, AttributeError):
-        return ["baton_serve.engine.loading.model_loader"]
-    return ["baton_serve.engine.loading.model_loader", f"transformers.models.{kind}.modeling_{kind}"]
+        return ["baton_serve.engine.loading.transformers_loader"]
+    return ["baton_serve.engine.loading.transformers_loader", f"transformers.models.{kind}.modeling_{kind}"]
 
 
 def _machine(device: str, environ: dict[str, str]) -> Machine:

@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta
 
 from baton_serve.contracts.instance import Role
-from baton_serve.engine.pooling.kind import ModelKind
+from baton_serve.engine.pooling.model_kind import ModelKind
 from baton_serve.services.common.errors import ConfigurationError
 
 if TYPE_CHECKING:

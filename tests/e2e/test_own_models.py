@@ -9,7 +9,7 @@ import pytest
 from baton_serve import LLM, ModelRegistry, SamplingParams
 from baton_serve.bench.ports import free_port
 from baton_serve.engine.errors import ModelError, UnsupportedModelError
-from baton_serve.engine.model.registry import load_plugins
+from baton_serve.engine.model.plugin_models import load_plugins
 from baton_serve.model_source import allowed_plugins
 from tests.e2e.cluster import Api, environment, wait_until
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_serve.engine.execution import kernel_choice
+from baton_serve.engine.execution import kernel_shapes
 from baton_serve.engine.kernels.metadata import LayerKernels
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
@@ -37,8 +37,8 @@ class WrongGate:
 def test_health_names_it_and_the_twin_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "model")
     wrong = KernelCandidate("injected", lambda: cast(LayerKernels, WrongGate()))
-    monkeypatch.setattr(kernel_choice, "kernel_candidates", lambda *_: KernelCandidates(layers=(wrong,)))
-    monkeypatch.setattr(kernel_choice, "proof_folder", lambda: tmp_path / "proofs")
+    monkeypatch.setattr(kernel_shapes, "kernel_candidates", lambda *_: KernelCandidates(layers=(wrong,)))
+    monkeypatch.setattr(kernel_shapes, "proof_folder", lambda: tmp_path / "proofs")
     ids = torch.tensor([PROMPT])
     reference: Any = load_reference(folder)
     expected = reference.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)

@@ -15,7 +15,7 @@ from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig, KVCache, NamedBlock, SequenceOutput, StepResult
 from baton_serve.engine.core.outputs import Reservation
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from tests.devices import DEVICE
 
 Answers = dict[tuple[str, int], list[int]]

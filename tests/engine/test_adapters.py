@@ -16,7 +16,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine import ConfigError, Engine, EngineConfig
 from baton_serve.engine.config import Quantization
 from baton_serve.engine.errors import AdapterError, RequestError
-from baton_serve.engine.model.lora.checkpoint import read_adapter
+from baton_serve.engine.model.lora.adapter_files import read_adapter
 from baton_serve.engine.model.lora.products import OutputSlice, add_products
 from baton_serve.engine.model.lora.store import AdapterRows
 from baton_serve.engine.model.quantized.formats import scheme

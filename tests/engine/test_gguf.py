@@ -12,8 +12,8 @@ from baton_serve.engine import ConfigError, EngineConfig, ModelError, Unsupporte
 from baton_serve.engine.kernels import QuantizedWeight
 from baton_serve.engine.kernels.quantized import code_bits, dequantize
 from baton_serve.engine.loading.gguf import gguf_file
-from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.fused_layers import fits
 from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear
 from tests.engine.conftest import greedy_answer

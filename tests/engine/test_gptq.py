@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
-from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
 from baton_serve.engine.pooling.loader import load_pooling_model
 from tests.engine.conftest import References, greedy_answer

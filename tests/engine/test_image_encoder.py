@@ -13,8 +13,8 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.model.vision.placeholders import EncodedImage, Pixels
-from baton_serve.engine.pooling.image_encoder import ImageEncoder
+from baton_serve.engine.model.vision.image_types import EncodedImage, Pixels
+from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.kvtransfer import HostMemory
 from tests.engine.driving import make_engine, run
 from tests.engine.rank_threads import use_threads

@@ -21,7 +21,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision import load_images
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model.vision.tower import load_tower
 from tests.engine.driving import hand_over, make_engine, make_work, rooted, run
 from tests.images import picture

@@ -10,7 +10,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.loading import layer_probe, miniature, refusals
+from baton_serve.engine.loading import layer_probe, miniature, unsupported_models
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison, small_config
 from baton_serve.engine.model import attention_adapters, fused_layers
 from baton_serve.engine.model import paged_attention as attention
@@ -59,7 +59,7 @@ def test_a_window_that_only_the_mask_of_a_model_has_is_refused(
 def test_a_mask_that_depends_on_the_tokens_is_refused(
     tmp_path: Path, unlisted: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(refusals, "_REASONS", {})
+    monkeypatch.setattr(unsupported_models, "_REASONS", {})
     monkeypatch.setattr(layer_probe, "_check_window", lambda *given: None)
     values = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes = {"vocab_size": 320, "num_key_value_heads": 2, "sliding_window": 100, "keep_window_size": 16}

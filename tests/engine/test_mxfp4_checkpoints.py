@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from baton_serve.engine import EngineConfig, ModelError
 from baton_serve.engine.kernels.quantized import code_values
-from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from baton_serve.engine import EngineConfig
-from baton_serve.engine.loading.model_loader import load_model
 from baton_serve.engine.loading.native.loader import load_dense
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.loaded_model import LoadedModel
 from tests.families import FAMILIES
 from tests.tiny_models import write_tiny_model

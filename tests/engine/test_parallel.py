@@ -15,7 +15,7 @@ from baton_serve.engine.collectives.backends import TorchCollectives
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.collectives.world import RankPlace, World
 from baton_serve.engine.errors import ConfigError, EngineError, ModelError, UnsupportedModelError
-from baton_serve.engine.loading.refusals import named_division
+from baton_serve.engine.loading.unsupported_models import named_division
 from baton_serve.engine.parallel import ranks
 from baton_serve.engine.parallel.tp_executor import TPExecutor
 from tests.devices import DEVICE

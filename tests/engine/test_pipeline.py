@@ -12,13 +12,13 @@ import torch
 from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import RequestId
 from baton_serve.engine import Engine, EngineConfig, StepResult, device
-from baton_serve.engine.collectives.links import Peers, StageLinks
-from baton_serve.engine.collectives.stage import Stage, partition_layers
+from baton_serve.engine.collectives.stage_layers import Stage, partition_layers
+from baton_serve.engine.collectives.stage_links import Peers, StageLinks
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
-from baton_serve.engine.model.staged import StagedForward
+from baton_serve.engine.model.pipeline_stage import StagedForward
 from baton_serve.engine.step.in_flight import InFlightStep
 from baton_serve.engine.step.step_loop import StepLoop
 from tests.engine.conftest import FakeCapture, FakeGraph, References

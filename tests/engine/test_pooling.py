@@ -21,7 +21,7 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingSpec, PoolingTask
 from baton_serve.engine import ConfigError, EngineConfig, ModelError, RequestError
 from baton_serve.engine.config import Task
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.kind import detect_model_kind
+from baton_serve.engine.pooling.model_kind import detect_model_kind
 from tests.tiny_pooling_models import write_modules, write_pooling_model
 
 INPUTS = [[2, 7, 9, 3], [2, 8, 3], [2, *range(4, 15), 3], [2, 3], [2, 6, 6, 6, 7, 3], [2, *[5, 9] * 20, 3]]

@@ -27,7 +27,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import ConfigError, EngineConfig, RequestError
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.engine.pooling.kind import detect_model_kind
+from baton_serve.engine.pooling.model_kind import detect_model_kind
 from tests.images import Piece, picture, prompt_of, size_of
 from tests.tiny_pooling_models import write_image_embedder
 from tools.tiny_families import write_family

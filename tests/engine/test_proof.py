@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from baton_serve.engine import Engine, device
-from baton_serve.engine.execution import kernel_choice
+from baton_serve.engine.execution import kernel_shapes
 from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
@@ -66,8 +66,8 @@ def inject(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable
             attention=() if attention is None else (KernelCandidate("injected", lambda: attention),),
             layers=() if layers is None else (KernelCandidate("injected", lambda: cast(LayerKernels, layers)),),
         )
-        monkeypatch.setattr(kernel_choice, "kernel_candidates", lambda device, dtype: found)
-        monkeypatch.setattr(kernel_choice, "proof_folder", lambda: tmp_path)
+        monkeypatch.setattr(kernel_shapes, "kernel_candidates", lambda device, dtype: found)
+        monkeypatch.setattr(kernel_shapes, "proof_folder", lambda: tmp_path)
 
     yield candidates
 

@@ -21,7 +21,7 @@ from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference import mixers as reference_mixers
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.kv.state_memory import MAX_CHECKPOINT_BLOCKS, StateMemory
-from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model import fused_cpu
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
 from baton_serve.engine.model.forward import choose_forward

@@ -21,9 +21,9 @@ from baton_serve.engine.core.scheduler import ScheduledBatch
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.batch_inputs import SourceRows
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
-from baton_serve.engine.model.speech.prompt import PromptAudio
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, EncodedImage
-from baton_serve.engine.pooling.image_encoder import ImageEncoder
+from baton_serve.engine.model.speech.prompt_audio import PromptAudio
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, EncodedImage
+from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.kvtransfer import HostMemory
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, hand_over, make_engine, make_work, run

@@ -28,7 +28,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.test_vision import TEXT, reader
 from tests.images import family_of, picture

@@ -21,9 +21,9 @@ from baton_serve.contracts.vision.llava import Llava as LlavaFamily
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.loading.model_loader import load_model
-from baton_serve.engine.model.vision.placeholders import DecodedImage
-from baton_serve.engine.model.vision.prompt import FeatureCache
+from baton_serve.engine.loading.transformers_loader import load_model
+from baton_serve.engine.model.vision.image_types import DecodedImage
+from baton_serve.engine.model.vision.prompt_images import FeatureCache
 from baton_serve.engine.model.vision.tower import VisionTower
 from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run

@@ -13,7 +13,7 @@ from transformers.initialization import no_init_weights
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.loading import weight_files
-from baton_serve.engine.loading.model_loader import load_model
+from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors, tensor_copies
 from tests.tiny_models import write_tiny_model
 

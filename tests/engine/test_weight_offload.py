@@ -48,7 +48,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[WeightOffload]:
     monkeypatch.setattr(WeightOffload, "__init__", begin)
     monkeypatch.setattr(WeightOffload, "leave", leave)
     monkeypatch.setattr(weight_offload, "refuse_offload", lambda device, num_gib: None)
-    for place in ("native.loader", "model_loader"):
+    for place in ("native.loader", "transformers_loader"):
         monkeypatch.setattr(f"baton_serve.engine.loading.{place}.refuse_offload", lambda device, num_gib: None)
     return made
 

@@ -6,7 +6,7 @@ import torch
 
 from baton_serve.bench.micro.engine_shapes import SHAPES
 from baton_serve.engine import Engine
-from baton_serve.engine.model.lora.checkpoint import Adapter, LowRank
+from baton_serve.engine.model.lora.adapter_files import Adapter, LowRank
 
 
 def load_random_adapters(engine: Engine, shape: str, target: torch.device, *, count: int, rank: int) -> list[str]:

@@ -17,7 +17,7 @@ from baton_serve.contracts.media import digest_of, source_span
 from baton_serve.contracts.messages import Work
 from baton_serve.engine import Engine, EngineConfig, device
 from baton_serve.engine.model.speech.encoder import load_encoder
-from baton_serve.engine.model.vision.placeholders import Pixels
+from baton_serve.engine.model.vision.image_types import Pixels
 from baton_serve.engine.model_folder import HfConfig, read_config
 
 RATE_HZ = 16000

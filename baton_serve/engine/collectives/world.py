@@ -12,9 +12,9 @@ from torch import Tensor
 
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import TIMEOUT_S, Collectives, SingleRank, TorchCollectives
-from baton_serve.engine.collectives.links import Peers, StageLinks
 from baton_serve.engine.collectives.shard import Shard
-from baton_serve.engine.collectives.stage import STEPS_BEYOND_STAGES, WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import STEPS_BEYOND_STAGES, WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_links import Peers, StageLinks
 
 LOOPBACK = "127.0.0.1"
 

@@ -27,7 +27,7 @@ from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import StepArrays, StepStates
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import sorted_rows
-from baton_serve.engine.model.staged import CapturedStage, StagedForward
+from baton_serve.engine.model.pipeline_stage import CapturedStage, StagedForward
 
 logger = logging.getLogger(__name__)
 

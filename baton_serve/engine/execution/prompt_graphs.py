@@ -42,7 +42,7 @@ from baton_serve.engine.model.batch_inputs import (
 )
 from baton_serve.engine.model.block_tables import table_width
 from baton_serve.engine.model.forward import Forward
-from baton_serve.engine.model.staged import CapturedStage
+from baton_serve.engine.model.pipeline_stage import CapturedStage
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""

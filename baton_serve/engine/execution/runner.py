@@ -62,16 +62,16 @@ class SampledTokens:
 
 
 class ImageRowsSource(Protocol):
-    """Provides the image embeddings of a step. It is the part of `engine.model.vision.prompt.VisionPromptImages` that
-    the runner uses.
+    """Provides the image embeddings of a step. It is the part of
+    `engine.model.vision.prompt_images.VisionPromptImages` that the runner uses.
     """
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]: ...
 
 
 class SourceRowsSource(Protocol):
-    """Provides the audio encoder's outputs for a step. It is the part of `engine.model.speech.prompt.PromptAudio` that
-    the runner uses.
+    """Provides the audio encoder's outputs for a step. It is the part of
+    `engine.model.speech.prompt_audio.PromptAudio` that the runner uses.
     """
 
     def encoded(self, plan: ScheduledBatch) -> list[SourceRows]: ...

@@ -11,11 +11,11 @@ import torch
 from baton_serve.contracts.layout import KVLayout, KVWindow
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
-from baton_serve.engine.collectives.links import StageLinks
+from baton_serve.engine.collectives.stage_links import StageLinks
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.execution.kernel_choice import choose_kernels
+from baton_serve.engine.execution.kernel_shapes import choose_kernels
 from baton_serve.engine.kernels.bidirectional import BidirectionalPrompts
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.cache_groups import divide_layers
@@ -23,10 +23,10 @@ from baton_serve.engine.kv.kv_cache import BlockPart
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.lora.store import AdapterStore, SlotSettings
+from baton_serve.engine.model.pipeline_stage import StagedForward, StagePart
 from baton_serve.engine.model.speech import load_audio
-from baton_serve.engine.model.staged import StagedForward, StagePart
 from baton_serve.engine.model.vision import load_images, no_images
-from baton_serve.engine.model.vision.placeholders import ImageReader, PromptImages
+from baton_serve.engine.model.vision.image_types import ImageReader, PromptImages
 from baton_serve.engine.model.weight_offload import offload_weights
 
 CHECKPOINT_TOKENS = 4096

@@ -22,9 +22,9 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError
 from baton_serve.engine.loading.gguf_header import GgufFormatError, GgufTensor, read_gguf
 from baton_serve.engine.loading.gguf_metadata import CLASSES
-from baton_serve.engine.loading.native.config import DenseConfig
+from baton_serve.engine.loading.native.dense_config import DenseConfig
 from baton_serve.engine.loading.quantization.checkpoints.gguf import FLOATS, ROUNDED, Gguf, kept_as, numbers
-from baton_serve.engine.loading.quantization.stored import StoredModel
+from baton_serve.engine.loading.quantization.prequantized import StoredModel
 from baton_serve.engine.model.quantized.quantization_plan import linear_names, tied_embedding
 from baton_serve.engine.model_folder import GGUF_ERRORS, first_line
 

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 
 from baton_serve.contracts.layout import KVShape
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import UNUSED_KV, StatePart, row_bytes, unused_kv_shapes
-from baton_serve.engine.loading.refusals import INSTEAD, refuse_type
+from baton_serve.engine.loading.unsupported_models import INSTEAD, refuse_type
 from baton_serve.engine.model.loaded_model import SharedLayer
 from baton_serve.engine.model.paged_attention import AttentionProbe, LayerShape, StepHolder
+from baton_serve.engine.model.pipeline_stage import StagedModule
 from baton_serve.engine.model.recurrent import StateProbe
-from baton_serve.engine.model.staged import StagedModule
 from baton_serve.engine.model_folder import HfConfig, first_line
 
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"})

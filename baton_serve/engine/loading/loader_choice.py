@@ -9,7 +9,7 @@ import torch
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError
 from baton_serve.engine.loading.gguf import gguf_file
@@ -84,7 +84,7 @@ def _load(
     dense = load_dense(config, target, progress, stage) if shard.is_whole else None
     if dense is not None:
         return dense
-    from baton_serve.engine.loading.model_loader import (
+    from baton_serve.engine.loading.transformers_loader import (
         load_model,  # imports transformers, which takes seconds
     )
 

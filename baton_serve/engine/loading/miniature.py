@@ -22,7 +22,7 @@ from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kv.state_memory import StateKind, StatePart
 from baton_serve.engine.loading.compared_classes import CLASSES, TRANSFORMERS_VERSION
 from baton_serve.engine.loading.layer_probe import ProbedLayers, probe_layers
-from baton_serve.engine.loading.refusals import INSTEAD
+from baton_serve.engine.loading.unsupported_models import INSTEAD
 from baton_serve.engine.model import fused_layers, rotary
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_attention

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.loading.quantization.layer_by_layer import random_tensors
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, tensor_copies
-from baton_serve.engine.model.quantized.parts import set_part
+from baton_serve.engine.model.quantized.rank_slices import set_part
 from baton_serve.engine.model.rank_parts import RankParts
 
 Progress = Callable[[float], None]

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.loading.refusals import INSTEAD
+from baton_serve.engine.loading.unsupported_models import INSTEAD
 from baton_serve.engine.model import rotary
 from baton_serve.engine.model_folder import HfConfig
 

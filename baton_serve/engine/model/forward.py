@@ -30,12 +30,12 @@ from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.mixture_of_experts import install_experts, stays_on_device
 from baton_serve.engine.model.packed_modules import pack_modules
 from baton_serve.engine.model.paged_attention import CachePlace, Mixer, PagedAttention, StepHolder
+from baton_serve.engine.model.pipeline_stage import StagedModule, own_layers
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from baton_serve.engine.model.quantized.modules import install
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model.recurrent import PackedMixers, install_packed, install_steps
 from baton_serve.engine.model.speech.decoder import CrossAttentionForward
-from baton_serve.engine.model.staged import StagedModule, own_layers
 from baton_serve.engine.model.weight_offload import WeightOffload
 from baton_serve.engine.model_folder import HfConfig
 

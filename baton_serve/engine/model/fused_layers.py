@@ -24,8 +24,8 @@ from baton_serve.engine.model.fused_mixers import (
     packed_parts,
 )
 from baton_serve.engine.model.mixture_of_experts import Mixture, SharedExpert, pack_mixture, shared_expert
+from baton_serve.engine.model.pipeline_stage import own_layers
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear, can_merge, install, merge
-from baton_serve.engine.model.staged import own_layers
 from baton_serve.engine.model.weight_offload import WeightOffload
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard, step_of_width
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
 from baton_serve.engine.model.attention_parts import (
     AttentionParts,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from baton_serve.engine import device as devices
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.kernels import QuantizedWeight, StackedWeight
-from baton_serve.engine.model.staged import own_layers
+from baton_serve.engine.model.pipeline_stage import own_layers
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache
 from baton_serve.engine.offline.command_line import add_arguments
-from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
+from baton_serve.engine.pooling.model_kind import ModelKind, detect_model_kind
 from baton_serve.generation_config import GenerationDefaults, generation_config
 from baton_serve.model_hub import HubError
 from baton_serve.model_source import ModelSource, allowed_plugins, allows_long_contexts, changed_model, find_source

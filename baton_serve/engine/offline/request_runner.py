@@ -16,7 +16,7 @@ from baton_serve.contracts.messages import TokenLogprobs, Work
 from baton_serve.engine.core.outputs import SequenceOutput
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.outputs import RequestOutput, new_part

@@ -26,8 +26,8 @@ import torch
 from baton_serve.child_command import module_command
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
-from baton_serve.engine.collectives.links import StageLinks
-from baton_serve.engine.collectives.stage import partition_layers
+from baton_serve.engine.collectives.stage_layers import partition_layers
+from baton_serve.engine.collectives.stage_links import StageLinks
 from baton_serve.engine.collectives.world import RankPlace, World, place_of
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
@@ -35,7 +35,7 @@ from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, PartCopies
 from baton_serve.engine.kv.state_memory import CheckpointPart
 from baton_serve.engine.loading.loader_choice import count_layers
 from baton_serve.engine.model.loaded_model import LoadedModel, StageCache
-from baton_serve.engine.model.lora.checkpoint import Adapter
+from baton_serve.engine.model.lora.adapter_files import Adapter
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,

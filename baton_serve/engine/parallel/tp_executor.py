@@ -21,7 +21,7 @@ from baton_serve.engine.execution.executor import AfterLayer, Executor, LocalExe
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.model.batch_inputs import StepArrays
 from baton_serve.engine.model.forward import Forward
-from baton_serve.engine.model.staged import StagedForward
+from baton_serve.engine.model.pipeline_stage import StagedForward
 from baton_serve.engine.parallel.commands import (
     CopyBlocks,
     FinishStep,

@@ -32,7 +32,7 @@ from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
 from baton_serve.engine.kv.state_memory import StatePiece, make_states, pieces_of
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.lora.store import AdapterStore
-from baton_serve.engine.model.staged import StagedForward
+from baton_serve.engine.model.pipeline_stage import StagedForward
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
     BuildCache,

@@ -24,14 +24,14 @@ from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedReques
 from baton_serve.engine.errors import ConfigError, ModelError, RequestError
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.rank_parts import sum_outputs
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, ImageReader, Pixels
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 from baton_serve.engine.parallel.commands import vectors_command
 from baton_serve.engine.parallel.ranks import OnLost, Ranks
 from baton_serve.engine.parallel.tp_executor import run_on_all_ranks
 from baton_serve.engine.pooling.input_queue import PoolingInputQueue, QueuedInput
-from baton_serve.engine.pooling.kind import ModelKind
-from baton_serve.engine.pooling.network import PaddedBatch, embedding, padded_batch, pool, scores
+from baton_serve.engine.pooling.model_kind import ModelKind
+from baton_serve.engine.pooling.pooled_forward import PaddedBatch, embedding, padded_batch, pool, scores
 
 logger = logging.getLogger(__name__)
 

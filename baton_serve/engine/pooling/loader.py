@@ -29,7 +29,7 @@ from baton_serve.engine.model import rotary
 from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadProgress
-from baton_serve.engine.model.quantized.parts import split_module
+from baton_serve.engine.model.quantized.rank_slices import split_module
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts, narrow, split_pooling
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
@@ -41,8 +41,8 @@ from baton_serve.engine.model_folder import (
     weights_error,
 )
 from baton_serve.engine.pooling.input_images import InputImages, read_images
-from baton_serve.engine.pooling.kind import ModelKind, architecture_of
-from baton_serve.engine.pooling.network import (
+from baton_serve.engine.pooling.model_kind import ModelKind, architecture_of
+from baton_serve.engine.pooling.pooled_forward import (
     ACTIVATIONS,
     Activation,
     EncoderLogits,
@@ -52,7 +52,7 @@ from baton_serve.engine.pooling.network import (
     TokenVectors,
     TwoTowers,
 )
-from baton_serve.engine.pooling.recipe import Recipe, read_json, read_recipe
+from baton_serve.engine.pooling.pooling_config import Recipe, read_json, read_recipe
 
 OFFSET_POSITIONS = {"camembert", "data2vec-text", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl", "xmod"}
 """Model types whose positions start after the padding token's id, so fewer tokens fit than there are positions."""

@@ -25,7 +25,7 @@ from baton_serve.engine.parallel.commands import (
 )
 from baton_serve.engine.parallel.tp_worker import connect, main
 from baton_serve.engine.pooling.loader import load_pooling_model
-from baton_serve.engine.pooling.network import padded_batch
+from baton_serve.engine.pooling.pooled_forward import padded_batch
 
 
 class PoolingWorker:

@@ -8,8 +8,8 @@ import torch
 from baton_serve.engine.kernels import quantized
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import from_unsigned
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import float8
-from baton_serve.engine.loading.quantization.checkpoints.layout import from_unsigned
 from tests.contract.kernels.triton_batches import DEVICE
 
 OUTPUTS = 48

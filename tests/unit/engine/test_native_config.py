@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.engine.loading.native.config import StretchedRope, dense_config
+from baton_serve.engine.loading.native.dense_config import StretchedRope, dense_config
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -8,8 +8,8 @@ import pytest
 
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.pooling.kind import ModelKind, detect_model_kind
-from baton_serve.engine.pooling.recipe import Recipe, read_recipe
+from baton_serve.engine.pooling.model_kind import ModelKind, detect_model_kind
+from baton_serve.engine.pooling.pooling_config import Recipe, read_recipe
 
 MODULES = [
     {"type": "sentence_transformers.models.Transformer", "path": ""},

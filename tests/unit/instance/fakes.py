@@ -13,7 +13,7 @@ from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
-from baton_serve.engine.model.vision.placeholders import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry

@@ -14,7 +14,7 @@ from baton_serve.contracts.layout import EMBEDDING_BLOCK_ROWS, embedding_layout
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Ticket
 from baton_serve.contracts.vision.media_text import EmbeddingShape
-from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage
 from baton_serve.kvtransfer import HostMemory, PeerLost, SourceFailed, TransferNode
 from baton_serve.services.common.rpc.links import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry

@@ -14,7 +14,7 @@ from baton_serve.contracts.messages import Encode, Failed, Generate, Heartbeat, 
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.core.outputs import FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.services.instance.encoding_server import EncodingServer
 from baton_serve.services.instance.engine_thread import EncoderCalls, TimedStepResult
 from tests.unit.instance.fakes import (

@@ -16,6 +16,6 @@ def test_nothing_is_imported_for_models_that_the_engine_loads_itself(tmp_path: P
 
 
 def test_transformers_is_imported_for_other_models(tmp_path: Path) -> None:
-    assert modules_to_fork(str(tmp_path)) == ["baton_serve.engine.loading.model_loader"]
+    assert modules_to_fork(str(tmp_path)) == ["baton_serve.engine.loading.transformers_loader"]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt-neox"}))
     assert modules_to_fork(str(tmp_path))[1:] == ["transformers.models.gpt_neox.modeling_gpt_neox"]

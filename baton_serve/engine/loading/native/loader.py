@@ -8,20 +8,20 @@ from torch import Tensor, nn
 from baton_serve.contracts.layout import KVShape
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.loading.gguf import dense_layers, gguf_file
-from baton_serve.engine.loading.native.config import DenseConfig, read_folder
+from baton_serve.engine.loading.native.dense_config import DenseConfig, read_folder
 from baton_serve.engine.loading.native.network import DenseModel, Rotary
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
-from baton_serve.engine.loading.quantization.stored import fill_stored
+from baton_serve.engine.loading.quantization.prequantized import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
 from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
+from baton_serve.engine.model.pipeline_stage import keep_layers
 from baton_serve.engine.model.rank_parts import RankParts
-from baton_serve.engine.model.staged import keep_layers
 from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import LOAD_ERRORS, weight_files
 

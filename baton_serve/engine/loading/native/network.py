@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from baton_serve.engine.loading.native.config import DenseConfig, StretchedRope
+from baton_serve.engine.loading.native.dense_config import DenseConfig, StretchedRope
 from baton_serve.engine.model.quantized.modules import EmptyEmbedding, EmptyLinear
 
 

@@ -22,19 +22,19 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.weight_files import map_tensors
 from baton_serve.engine.model.quantized.experts import WEIGHTS, check_experts, expert_names, quantize_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear
-from baton_serve.engine.model.quantized.parts import (
-    set_part,
-    share_embedding,
-    split_layer,
-    split_parameters,
-    split_weights,
-)
 from baton_serve.engine.model.quantized.quantization_plan import (
     QuantizationPlan,
     linear_names,
     quantize_layer,
     share_head,
     tied_embedding,
+)
+from baton_serve.engine.model.quantized.rank_slices import (
+    set_part,
+    share_embedding,
+    split_layer,
+    split_parameters,
+    split_weights,
 )
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 from baton_serve.engine.model.vision.decoder import decoder_tensors

@@ -12,7 +12,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.errors import AdapterError, RequestError
-from baton_serve.engine.model.lora.checkpoint import Adapter
+from baton_serve.engine.model.lora.adapter_files import Adapter
 from baton_serve.engine.model.lora.store import AdapterStore
 
 READ_WAIT_S = 0.5

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels import GROUP_ROWS, SlotRows, SlotWeights, adapter_kernels, no_work
 from baton_serve.engine.kernels.reference import layers as twin
-from baton_serve.engine.model.lora.checkpoint import Adapter
+from baton_serve.engine.model.lora.adapter_files import Adapter
 from baton_serve.engine.model.lora.products import OutputSlice
 from baton_serve.engine.model.lora.store import SlotSettings
 

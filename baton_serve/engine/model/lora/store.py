@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton_serve.contracts.instance import MAX_ADAPTERS, AdapterRecord
 from baton_serve.engine.errors import AdapterError
-from baton_serve.engine.model.lora.checkpoint import MERGE, Adapter, LowRank, read_adapter
+from baton_serve.engine.model.lora.adapter_files import MERGE, Adapter, LowRank, read_adapter
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
 
 

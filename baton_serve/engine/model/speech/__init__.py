@@ -1,5 +1,5 @@
 """Speech recognition: files to features (`audio_reader`), features to the encoder's output (`encoder`), the decoder's
-layers with cross-attention (`decoder`), and the sources that a step has to encode (`prompt`).
+layers with cross-attention (`decoder`), and the sources that a step has to encode (`prompt_audio`).
 
 Instances that compute no prompts load only the decoder, and encode instances only the encoder.
 """
@@ -12,7 +12,7 @@ from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.speech.decoder import cross_port
-from baton_serve.engine.model.speech.prompt import PromptAudio
+from baton_serve.engine.model.speech.prompt_audio import PromptAudio
 from baton_serve.engine.model_folder import read_config
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ,
 from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 _WAV_ERRORS = (wave.Error, EOFError, ValueError, OSError)

@@ -14,7 +14,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import encoder_fingerprint
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,
     first_line,
@@ -52,7 +52,7 @@ class SpeechEncoder:
 
 class WindowEncoder:
     """Encodes windows of audio on an encode instance, one at a time. Implements
-    `engine.pooling.image_encoder.FileEncoder`: the rows of a window are the positions of the encoder's output.
+    `engine.pooling.encode_engine.FileEncoder`: the rows of a window are the positions of the encoder's output.
     """
 
     def __init__(self, encoder: SpeechEncoder, num_positions: int) -> None:

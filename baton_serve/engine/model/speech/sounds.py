@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from baton_serve.audio_samples import Samples, read_wav, resampled
 from baton_serve.contracts.vision import SoundRules
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 
 

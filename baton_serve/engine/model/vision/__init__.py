@@ -1,7 +1,7 @@
 """Images in prompts: files to pixels (`image_reader`), pixels to embeddings (`tower`), embeddings to rows of a step
-(`prompt`).
+(`prompt_images`).
 
-Instances that compute no prompts load only the decoder (`decoder`). `placeholders` has the types that the engine uses.
+Instances that compute no prompts load only the decoder (`decoder`). `image_types` has the types that the engine uses.
 """
 
 import logging
@@ -15,7 +15,7 @@ from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.vision.decoder import family_of
-from baton_serve.engine.model.vision.placeholders import PromptImages
+from baton_serve.engine.model.vision.image_types import PromptImages
 
 __all__ = ["load_images", "no_images"]
 
@@ -38,7 +38,7 @@ def load_images(
     if family_of(folder) is not None and config.pipeline_parallel_size > 1:
         logger.warning("images need an instance of one stage: this one accepts text only")
         return None
-    from baton_serve.engine.model.vision.prompt import (
+    from baton_serve.engine.model.vision.prompt_images import (
         VisionPromptImages as Images,  # imports Pillow and transformers, which only models with a tower need
     )
     from baton_serve.engine.model.vision.tower import load_tower

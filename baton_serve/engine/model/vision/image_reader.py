@@ -29,8 +29,8 @@ from baton_serve.contracts.vision import ImageFamily, MediaText, configured
 from baton_serve.contracts.vision.frames import FrameRules
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.speech.sounds import HFSoundReader
+from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage
 from baton_serve.engine.model.vision.pixel_table import PixelTable, pixel_table
-from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values, pixels_of
 from baton_serve.engine.model_folder import LOAD_ERRORS, first_line
 

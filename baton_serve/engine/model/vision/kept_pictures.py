@@ -5,7 +5,7 @@ from threading import Lock
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import digest_of
-from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, ImageReader, Pixels
+from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage, ImageReader, Pixels
 
 MAX_KEPT_BYTES = 256 << 20
 """Size of decoded files in host memory: 20 images of 1,024 x 1,024 pixels for Qwen2.5-VL."""

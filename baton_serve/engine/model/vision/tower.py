@@ -24,7 +24,7 @@ from baton_serve.engine.model.fingerprint import encoder_fingerprint
 from baton_serve.engine.model.speech.sounds import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.placeholders import DecodedImage
+from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model.vision.window_attention import use_window_attention
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,

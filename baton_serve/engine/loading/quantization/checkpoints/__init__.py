@@ -9,10 +9,10 @@ from typing import Any
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.quantization.checkpoints.awq import awq
 from baton_serve.engine.loading.quantization.checkpoints.bitsandbytes import bitsandbytes
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import CheckpointFormat
 from baton_serve.engine.loading.quantization.checkpoints.compressed import compressed
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import fp8
 from baton_serve.engine.loading.quantization.checkpoints.gptq import gptq
-from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat
 from baton_serve.engine.loading.quantization.checkpoints.mxfp4 import mxfp4
 
 __all__ = ["FORMATS", "CheckpointFormat", "checkpoint_format"]

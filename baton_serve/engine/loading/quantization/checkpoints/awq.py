@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from baton_serve.engine.loading.quantization.checkpoints.layout import (
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import (
     DecodedWeight,
     StoredTensors,
     from_unsigned,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_values, pack_codes
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors, one_of
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import spread
-from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors, one_of
 
 STATES: dict[str, Codebook] = {
     ".weight.quant_state.bitsandbytes__nf4": "nf4",

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight
-from baton_serve.engine.loading.quantization.checkpoints.fp8 import block_of, float8, spread
-from baton_serve.engine.loading.quantization.checkpoints.layout import (
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import (
     DecodedWeight,
     StoredTensors,
     from_unsigned,
@@ -24,6 +23,7 @@ from baton_serve.engine.loading.quantization.checkpoints.layout import (
     order_of,
     unpack_words,
 )
+from baton_serve.engine.loading.quantization.checkpoints.fp8 import block_of, float8, spread
 
 METHOD = "compressed-tensors"
 PACKED = "pack-quantized"

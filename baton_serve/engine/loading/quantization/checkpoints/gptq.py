@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.loading.quantization.checkpoints.layout import (
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import (
     DecodedWeight,
     StoredTensors,
     from_unsigned,

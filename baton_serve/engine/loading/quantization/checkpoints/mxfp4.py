@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, pack_codes
-from baton_serve.engine.loading.quantization.checkpoints.layout import DecodedWeight, StoredTensors
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors
 
 BIAS = 127
 """Added to the exponents where they are stored."""

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
-from baton_serve.engine.loading.quantization.checkpoints.layout import CheckpointFormat, DecodedWeight
+from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import CheckpointFormat, DecodedWeight
 from baton_serve.engine.loading.quantization.layer_by_layer import Tensors, fits
+from baton_serve.engine.model.pipeline_stage import is_within
 from baton_serve.engine.model.quantized.experts import expert_names, place_experts
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, ReorderedLinear
-from baton_serve.engine.model.quantized.parts import set_part, share_embedding, split_module, split_weights
 from baton_serve.engine.model.quantized.quantization_plan import linear_names, share_head, tied_embedding
+from baton_serve.engine.model.quantized.rank_slices import set_part, share_embedding, split_module, split_weights
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
-from baton_serve.engine.model.staged import is_within
 
 logger = logging.getLogger(__name__)
 

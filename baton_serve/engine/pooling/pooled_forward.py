@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from baton_serve.contracts.pooling import PoolingSpec
-from baton_serve.engine.pooling.recipe import PoolingType
+from baton_serve.engine.pooling.pooling_config import PoolingType
 
 Activation = Callable[[Tensor], Tensor]
 

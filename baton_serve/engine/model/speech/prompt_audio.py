@@ -18,7 +18,7 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows, SourceRows
 from baton_serve.engine.model.speech.audio_reader import HFAudioReader
 from baton_serve.engine.model.speech.encoder import MAX_BATCH, SpeechEncoder
-from baton_serve.engine.model.vision.placeholders import DecodedImage, EncodedImage, Pixels
+from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage, Pixels
 
 
 class PromptAudio:

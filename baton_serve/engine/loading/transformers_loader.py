@@ -17,18 +17,18 @@ from transformers.initialization import no_init_weights
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device
 from baton_serve.engine.collectives.shard import UNSHARDED, Shard
-from baton_serve.engine.collectives.stage import WHOLE_PIPELINE, Stage
+from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
 from baton_serve.engine.loading.layer_probe import ProbedLayers, check_index, probe_layers, refuse_unsupported
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
-from baton_serve.engine.loading.quantization import layer_by_layer, stored
+from baton_serve.engine.loading.quantization import layer_by_layer, prequantized
 from baton_serve.engine.loading.quantization.checkpoints import CheckpointFormat, checkpoint_format
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
-from baton_serve.engine.loading.refusals import named_division, refuse_ranks, refuse_stages, refuse_type
 from baton_serve.engine.loading.shard_weights import draw_parts, load_parts
 from baton_serve.engine.loading.text_decoders import eos_token_ids, known_decoder
+from baton_serve.engine.loading.unsupported_models import named_division, refuse_ranks, refuse_stages, refuse_type
 from baton_serve.engine.loading.weight_files import fill, map_tensors, tensor_copies
 from baton_serve.engine.model import paged_attention as attention
 from baton_serve.engine.model import rotary
@@ -36,15 +36,15 @@ from baton_serve.engine.model.attention_adapters import OWN_ATTENTION, adapt_att
 from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
-from baton_serve.engine.model.lora.checkpoint import target_modules
+from baton_serve.engine.model.lora.adapter_files import target_modules
+from baton_serve.engine.model.pipeline_stage import is_within, keep_layers
+from baton_serve.engine.model.plugin_models import ModelRegistry
 from baton_serve.engine.model.quantized.formats import scheme
-from baton_serve.engine.model.quantized.parts import split_module
 from baton_serve.engine.model.quantized.quantization_plan import QuantizationPlan, tied_embedding
+from baton_serve.engine.model.quantized.rank_slices import split_module
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, narrow, split
 from baton_serve.engine.model.recurrent import adapt_mixers
-from baton_serve.engine.model.registry import ModelRegistry
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
-from baton_serve.engine.model.staged import is_within, keep_layers
 from baton_serve.engine.model.state_parts import placed_states
 from baton_serve.engine.model.vision.decoder import decoder_config, has_bidirectional_prompts, holds_more
 from baton_serve.engine.model.weight_offload import refuse_offload
@@ -270,17 +270,17 @@ def _load_stored(
     has to convert names or shapes, the weights become floats in between."""
     skeleton = _make_dummy(hf_config, config, dtype, torch.device("meta"))
     with ExitStack() as files:
-        model = stored.sort_tensors(_open_checkpoint(folder, config, files), form)
+        model = prequantized.sort_tensors(_open_checkpoint(folder, config, files), form)
         if not model.layers:
             raise ModelError(f"config.json in {folder} says {form.label}, but none of its weights has this format")
         model.drop(keep_layers(skeleton, parts.stage))
-        if stored.fill_stored(skeleton, model, target, dtype, parts):
+        if prequantized.fill_stored(skeleton, model, target, dtype, parts):
             _read_generation_config(skeleton, folder)
             return skeleton.to(target)
         # transformers converts floats only. The layers that stay linear get their codes back afterwards.
-        whole = _load_weights(folder, hf_config, config, dtype, stored.numbers(model, dtype))
+        whole = _load_weights(folder, hf_config, config, dtype, prequantized.numbers(model, dtype))
         keep_layers(whole, parts.stage)
-        stored.requantize(whole, model, target, dtype, parts)
+        prequantized.requantize(whole, model, target, dtype, parts)
         _read_generation_config(whole, folder)
         return whole.to(target)
 
@@ -336,7 +336,7 @@ def _load_gguf(
     kept = gguf_layers(file, skeleton, keep_codes=plan is None)
     if kept is not None:
         kept.drop(keep_layers(skeleton, parts.stage))
-    if kept is not None and plan is None and stored.fill_stored(skeleton, kept, target, dtype, parts):
+    if kept is not None and plan is None and prequantized.fill_stored(skeleton, kept, target, dtype, parts):
         _read_generation_config(skeleton, file.parent)
         return skeleton.to(target)
     if kept is not None and plan is not None and layer_by_layer.fits(skeleton, kept.plain):

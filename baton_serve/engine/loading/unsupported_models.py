@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from baton_serve.engine.collectives.shard import Shard
-from baton_serve.engine.collectives.stage import Stage
+from baton_serve.engine.collectives.stage_layers import Stage
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.speech.decoder import cross_port
 from baton_serve.engine.model_folder import HfConfig

@@ -13,8 +13,8 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from baton_serve.engine.collectives.links import StageLinks
-from baton_serve.engine.collectives.stage import Stage
+from baton_serve.engine.collectives.stage_layers import Stage
+from baton_serve.engine.collectives.stage_links import StageLinks
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.paged_attention import AttentionContext, StepHolder

@@ -78,7 +78,7 @@ class ImageReader(Protocol):
 
 class PromptImages(Protocol):
     """Keeps the images of requests for the steps that compute them. It is the part of
-    `engine.model.vision.prompt.VisionPromptImages` that the engine uses.
+    `engine.model.vision.prompt_images.VisionPromptImages` that the engine uses.
     """
 
     @property
