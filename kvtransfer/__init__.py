@@ -6,6 +6,7 @@ are computed. docs/reference/protocol.md describes the states of a transfer, doc
 them.
 """
 
+from baton_serve.kvtransfer.block_memory import BlockMemory, HostMemory
 from baton_serve.kvtransfer.consumer.fetching import FetchResult
 from baton_serve.kvtransfer.context import SilentObserver, TransferObserver
 from baton_serve.kvtransfer.conversion.plan import Translation
@@ -26,7 +27,6 @@ from baton_serve.kvtransfer.errors import (
 )
 from baton_serve.kvtransfer.ladder import Verdict
 from baton_serve.kvtransfer.liveness import this_host
-from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
 from baton_serve.kvtransfer.node import NodePorts, TransferNode
 from baton_serve.kvtransfer.probing.running import probe_here
 from baton_serve.kvtransfer.session.steps import ReleaseReason

@@ -7,19 +7,19 @@ from typing import Literal, Protocol
 
 import zmq
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import Generation, InstanceId
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.kvtransfer.block_memory import BlockMemory
 from baton_serve.kvtransfer.consumer.ladder_table import LadderTable
 from baton_serve.kvtransfer.consumer.pages import Pages
+from baton_serve.kvtransfer.control_messages import Host
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
-from baton_serve.kvtransfer.frames import Host
+from baton_serve.kvtransfer.copy_threads import Workers
 from baton_serve.kvtransfer.ladder import ProbeOutcome
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.session.steps import SessionLimits
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.port import Transport
-from baton_serve.kvtransfer.workers import Workers
 
 
 class TransferObserver(Protocol):

@@ -7,7 +7,7 @@ import os
 import select
 from collections.abc import Callable
 
-from baton_serve.kvtransfer.frames import Host
+from baton_serve.kvtransfer.control_messages import Host
 
 
 def this_host() -> Host:

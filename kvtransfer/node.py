@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.instance import LinkStatus
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
+from baton_serve.kvtransfer.block_memory import BlockMemory
 from baton_serve.kvtransfer.consumer.consumer import ConsumerSide
 from baton_serve.kvtransfer.consumer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
 from baton_serve.kvtransfer.consumer.ladder_table import LadderTable
@@ -23,9 +24,9 @@ from baton_serve.kvtransfer.consumer.pages import Pages
 from baton_serve.kvtransfer.context import NodeContext, SilentObserver, TransferObserver, limits_of
 from baton_serve.kvtransfer.conversion.plan import Translation
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
+from baton_serve.kvtransfer.copy_threads import Workers
 from baton_serve.kvtransfer.errors import LocalTransferError, NodeClosed
 from baton_serve.kvtransfer.liveness import this_host
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 from baton_serve.kvtransfer.probing.running import COMMAND
 from baton_serve.kvtransfer.producer.producer import FetchHandler, ProducerSide
@@ -35,7 +36,6 @@ from baton_serve.kvtransfer.transports import build
 from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.memory import InProcess
 from baton_serve.kvtransfer.transports.port import NodeFacts, Transport
-from baton_serve.kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
 

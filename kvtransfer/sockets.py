@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from baton_serve.kvtransfer.frames import MAX_CONTROL_BYTES
+from baton_serve.kvtransfer.control_messages import MAX_CONTROL_BYTES
 from baton_serve.kvtransfer.settings import TransferSettings
 
 logger = logging.getLogger(__name__)

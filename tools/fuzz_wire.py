@@ -18,7 +18,11 @@ from typing import Any
 import atheris  # type: ignore[import-untyped,unused-ignore]
 
 with atheris.instrument_imports(
-    include=["baton_serve.contracts", "baton_serve.kvtransfer.frames", "baton_serve.services.common.rpc.framing"]
+    include=[
+        "baton_serve.contracts",
+        "baton_serve.kvtransfer.control_messages",
+        "baton_serve.services.common.rpc.framing",
+    ]
 ):
     import msgspec
 
@@ -47,7 +51,7 @@ with atheris.instrument_imports(
     from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
     from baton_serve.contracts.sampling import SamplingSpec
     from baton_serve.contracts.wire import Decoder, WireError, encode
-    from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
+    from baton_serve.kvtransfer.control_messages import ToConsumer, ToProducer
     from baton_serve.services.common.rpc.framing import PREAMBLE, FrameReader, ProtocolError, frame
     from tests.unit.router.fakes import record
 

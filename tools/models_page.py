@@ -88,7 +88,7 @@ Longer audio is cut where transformers' processor cuts it, and else gets status 
 `tokenizer.json` and a chat template that writes the audio token. Tests compare prompts and greedy answers with
 transformers (`tests/engine/test_sounds.py`, `tests/e2e/test_sounds.py`). Omni models do not speak here. Their videos
 get status 400, and so does audio for any other model. A new family is one class in
-`baton_serve/contracts/vision/sounds.py`.
+`baton_serve/contracts/vision/audio_families.py`.
 
 ## Models that transcribe audio
 

@@ -97,8 +97,8 @@ def cross_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
 def embedding_hashes(root: BlockHash, digest: bytes, count: int) -> list[BlockHash]:
     """Return the hashes of the first `count` blocks that hold the embeddings of the image with this digest.
 
-    `root` is that of `contracts.layout.embedding_layout`, whose fingerprint covers weights and image processor. No
-    block of KV has one of these hashes.
+    `root` is that of `contracts.block_layout.embedding_layout`, whose fingerprint covers weights and image processor.
+    No block of KV has one of these hashes.
     """
     return _numbered(root + b"image embeddings" + digest, count)
 

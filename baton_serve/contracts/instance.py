@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import Generation, InstanceId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingProfile
 
 Role = Literal["prefill", "decode", "unified", "encode"]

@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 
 SHARD_PATTERN = "model-rank-{rank}-part-{part}.safetensors"
 """Names of the files of `save_sharded_state`."""

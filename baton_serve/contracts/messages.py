@@ -9,11 +9,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import Tier
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MAX_IMAGES, Digests, Images, Spans
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.sampling import SamplingSpec

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from baton_serve.contracts.device import DeviceName, DtypeName, LoadFormat
+from baton_serve.contracts.flag_choices import DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.loader_options import LoaderOptions, loader_options
 from baton_serve.engine.errors import ConfigError
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.device import DeviceName
+from baton_serve.contracts.flag_choices import DeviceName
 from baton_serve.engine.errors import ConfigError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

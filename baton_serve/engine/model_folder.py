@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.loader_options import SHARD_PATTERN
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError, UnsupportedModelError

@@ -5,12 +5,12 @@ import contextlib
 import importlib
 import logging
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.kvtransfer.consumer.channel import ProducerChannel
 from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.control_messages import Attach, Attached, Detach, Offer, Welcome
 from baton_serve.kvtransfer.conversion.plan import wire_layout
 from baton_serve.kvtransfer.errors import PeerLost, TransportUnavailable
-from baton_serve.kvtransfer.frames import Attach, Attached, Detach, Offer, Welcome
 from baton_serve.kvtransfer.ladder import Ladder, Rung
 from baton_serve.kvtransfer.transports.port import Converter, Receiver, ReceiveTarget, Stream, Transport
 

@@ -11,8 +11,8 @@ import zmq
 from baton_serve.contracts.identity import Generation
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.control_messages import ToConsumer
 from baton_serve.kvtransfer.errors import PeerLost, Refused, TransportUnavailable
-from baton_serve.kvtransfer.frames import ToConsumer
 from baton_serve.kvtransfer.ladder import Rung
 from baton_serve.kvtransfer.probing.consumer import Prober
 from baton_serve.kvtransfer.sockets import LINGER_MS

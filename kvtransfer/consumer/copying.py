@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from baton_serve.kvtransfer.copy_threads import Workers
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports.port import Buffer, Intake, Receiver
-from baton_serve.kvtransfer.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ process.
 from collections import OrderedDict
 
 from baton_serve.contracts.identity import Generation, InstanceId
-from baton_serve.kvtransfer.frames import Welcome
+from baton_serve.kvtransfer.control_messages import Welcome
 from baton_serve.kvtransfer.ladder import Ladder, LadderLimits, Rung
 from baton_serve.kvtransfer.settings import PROBED, TransferSettings
 from baton_serve.kvtransfer.transports.port import Transport

@@ -13,8 +13,7 @@ from baton_serve.kvtransfer.consumer.attachment import TransportAttachment
 from baton_serve.kvtransfer.consumer.channel import ProducerChannel
 from baton_serve.kvtransfer.consumer.copying import BufferedParcel
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.errors import PeerLost, Refused
-from baton_serve.kvtransfer.frames import (
+from baton_serve.kvtransfer.control_messages import (
     PROTOCOL,
     Attached,
     Detached,
@@ -28,6 +27,7 @@ from baton_serve.kvtransfer.frames import (
     consumer_decoder,
     peer_of,
 )
+from baton_serve.kvtransfer.errors import PeerLost, Refused
 from baton_serve.kvtransfer.ladder import Ladder, Rung
 from baton_serve.kvtransfer.liveness import ProcessWatch, watch_process
 from baton_serve.kvtransfer.sockets import LINGER_MS

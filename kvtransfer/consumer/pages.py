@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from queue import SimpleQueue
 
-from baton_serve.kvtransfer.memory import BlockMemory, address_of
+from baton_serve.kvtransfer.block_memory import BlockMemory, address_of
 
 MADV_POPULATE_WRITE = 23
 """Advice of `madvise` since Linux 5.14: create the pages and keep their content."""

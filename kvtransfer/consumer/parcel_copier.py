@@ -16,7 +16,7 @@ from baton_serve.kvtransfer.consumer.copying import (
 from baton_serve.kvtransfer.consumer.fetching import Fetching
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.frames import Blocks, Bytes, Got
+from baton_serve.kvtransfer.control_messages import Blocks, Bytes, Got
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 
 OnCopied = Callable[[Fetching, int, CopyResult], None]

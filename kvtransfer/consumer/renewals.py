@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from baton_serve.contracts.identity import TicketId
-from baton_serve.kvtransfer.frames import Renew, Renewed
+from baton_serve.kvtransfer.control_messages import Renew, Renewed
 
 MAX_UNCONFIRMED = 1024
 """Largest number of renewals to remember while a producer does not answer; the oldest is dropped."""

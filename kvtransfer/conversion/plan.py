@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton_serve.contracts.block_layout import DTYPE_BYTES, KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
+from baton_serve.kvtransfer.block_memory import BlockMemory, DeviceMemory, address_of
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.conversion.tensors import place
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.memory import BlockMemory, DeviceMemory, address_of
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
 from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks
@@ -24,7 +24,7 @@ from baton_serve.kvtransfer.transports.port import Buffer, Intake
 
 
 class HostTensor:
-    """Gives `memory`, KV blocks in host memory, the interface `kvtransfer.memory.DeviceMemory`, so that one
+    """Gives `memory`, KV blocks in host memory, the interface `kvtransfer.block_memory.DeviceMemory`, so that one
     implementation converts blocks in both kinds of memory.
     """
 

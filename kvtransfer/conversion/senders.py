@@ -2,11 +2,11 @@
 travel.
 """
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
+from baton_serve.kvtransfer.block_memory import BlockMemory
+from baton_serve.kvtransfer.control_messages import Offer
 from baton_serve.kvtransfer.conversion.receivers import as_tensors
 from baton_serve.kvtransfer.conversion.tensors import recoded
-from baton_serve.kvtransfer.frames import Offer
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import HostArea
 from baton_serve.kvtransfer.transports.port import ParcelContent, Prepared

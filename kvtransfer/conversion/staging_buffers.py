@@ -5,8 +5,8 @@ bytes.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.conversion.plan import Translation, plan, plan_states
 from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable
 

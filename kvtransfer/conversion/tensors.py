@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import DTYPE_BYTES, SCALE_BYTES, KVLayout, KVShape
+from baton_serve.contracts.block_layout import DTYPE_BYTES, SCALE_BYTES, KVLayout, KVShape
 from baton_serve.kvtransfer.conversion.staging_buffers import TokenTarget
 
 DTYPES = {

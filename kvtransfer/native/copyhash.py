@@ -13,7 +13,7 @@ from typing import Protocol
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from baton_serve.kvtransfer.memory import copy_bytes, view_at
+from baton_serve.kvtransfer.block_memory import copy_bytes, view_at
 from baton_serve.kvtransfer.native.loader import LibraryUnavailableError, load_library
 
 logger = logging.getLogger(__name__)

@@ -9,12 +9,12 @@ import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from baton_serve.kvtransfer.block_memory import BlockMemory
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.context import NodeContext
+from baton_serve.kvtransfer.control_messages import Probed
 from baton_serve.kvtransfer.errors import PeerLost
-from baton_serve.kvtransfer.frames import Probed
 from baton_serve.kvtransfer.ladder import Rung, Verdict
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.probing.memory import KNOWN_EXTENSIONS
 from baton_serve.kvtransfer.probing.plan import ProbePlan
 from baton_serve.kvtransfer.probing.running import ProbeRunner

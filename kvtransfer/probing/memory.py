@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from baton_serve.kvtransfer.memory import BlockMemory, HostMemory
+from baton_serve.kvtransfer.block_memory import BlockMemory, HostMemory
 from baton_serve.kvtransfer.probing.plan import BLOCK_BYTES, NUM_BLOCKS
 
 KNOWN_EXTENSIONS = ("intel_extension_for_pytorch",)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
 from baton_serve.kvtransfer.settings import TransferSettings
 

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
+from baton_serve.kvtransfer.block_memory import BlockMemory
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung, Verdict
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.node import TransferNode
 from baton_serve.kvtransfer.probing.memory import ProbeMemory, content_of, memory_on
 from baton_serve.kvtransfer.probing.plan import (

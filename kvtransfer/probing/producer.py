@@ -5,7 +5,7 @@ import logging
 import secrets
 
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.frames import Hello, Probe, Probed, Probing
+from baton_serve.kvtransfer.control_messages import Hello, Probe, Probed, Probing
 from baton_serve.kvtransfer.ladder import Rung
 from baton_serve.kvtransfer.probing.consumer import device_of, extensions
 from baton_serve.kvtransfer.probing.plan import ProbePlan

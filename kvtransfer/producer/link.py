@@ -10,13 +10,11 @@ from functools import partial
 
 import zmq
 
+from baton_serve.contracts.block_layout import obstacle
 from baton_serve.contracts.identity import TicketId
-from baton_serve.contracts.layout import obstacle
 from baton_serve.contracts.wire import encode
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.conversion.plan import wire_layout
-from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import (
+from baton_serve.kvtransfer.control_messages import (
     PROTOCOL,
     Attach,
     Attached,
@@ -32,6 +30,8 @@ from baton_serve.kvtransfer.frames import (
     Welcome,
     peer_of,
 )
+from baton_serve.kvtransfer.conversion.plan import wire_layout
+from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.liveness import watch_process
 from baton_serve.kvtransfer.producer.send_queue import SendBatch, SendQueue, is_checked
 from baton_serve.kvtransfer.sockets import MonitoredSocket

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from baton_serve.contracts.identity import BlockHash, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.context import NodeContext
-from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
-from baton_serve.kvtransfer.frames import (
+from baton_serve.kvtransfer.control_messages import (
     MAX_PAYLOAD_BYTES,
     Again,
     Attach,
@@ -26,6 +25,7 @@ from baton_serve.kvtransfer.frames import (
     Renewed,
     ToProducer,
 )
+from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
 from baton_serve.kvtransfer.probing.producer import ProbeHost
 from baton_serve.kvtransfer.producer.connections import ConsumerConnections
 from baton_serve.kvtransfer.producer.handoffs import Handoff, HandoffTable

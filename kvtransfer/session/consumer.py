@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
-from baton_serve.kvtransfer.frames import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from baton_serve.kvtransfer.session.progress import Progress
 from baton_serve.kvtransfer.session.steps import (
     Arrived,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
-from baton_serve.kvtransfer.frames import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from baton_serve.kvtransfer.control_messages import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from baton_serve.kvtransfer.session.steps import (
     Drain,
     ProducerStep,

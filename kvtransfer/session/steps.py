@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.kvtransfer.frames import Again, Done, Fail, Fetch, Ready, Release
+from baton_serve.kvtransfer.control_messages import Again, Done, Fail, Fetch, Ready, Release
 
 ReleaseReason = Literal["received", "cancelled", "expired", "lost", "failed", "closed"]
 """Why a producer may free the blocks of a ticket."""

@@ -5,7 +5,7 @@ If many instances fetch the same prefix, the producer hashes it once. Each consu
 
 from collections.abc import Sequence
 
-from baton_serve.kvtransfer.memory import BlockMemory, version_of
+from baton_serve.kvtransfer.block_memory import BlockMemory, version_of
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 
 

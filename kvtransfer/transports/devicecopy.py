@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from baton_serve.kvtransfer.block_memory import DeviceMemory, PartitionedMemory, address_of
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.memory import DeviceMemory, PartitionedMemory, address_of
 
 logger = logging.getLogger(__name__)
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from xxhash import xxh3_64
 
+from baton_serve.kvtransfer.block_memory import BlockMemory, address_of, copy_bytes, parts_of
+from baton_serve.kvtransfer.control_messages import Offer
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Offer
-from baton_serve.kvtransfer.memory import BlockMemory, address_of, copy_bytes, parts_of
 from baton_serve.kvtransfer.native.copyhash import CHUNK_BYTES, copy_hash
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings

@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Callable, Sequence
 
 from baton_serve.contracts.identity import Generation, InstanceId
+from baton_serve.kvtransfer.block_memory import BlockMemory
+from baton_serve.kvtransfer.control_messages import Hello, Offer, Piece, Welcome
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, HostSender, copy_blocks, host_blocks

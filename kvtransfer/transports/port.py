@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import Generation, InstanceId
-from baton_serve.contracts.layout import KVLayout
-from baton_serve.kvtransfer.frames import Hello, Host, Offer, Piece, Welcome
-from baton_serve.kvtransfer.memory import BlockMemory
+from baton_serve.kvtransfer.block_memory import BlockMemory
+from baton_serve.kvtransfer.control_messages import Hello, Host, Offer, Piece, Welcome
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from xxhash import xxh3_64_intdigest
 
+from baton_serve.kvtransfer.block_memory import DeviceMemory, seal_size
+from baton_serve.kvtransfer.control_messages import Offer, Piece
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Offer, Piece
-from baton_serve.kvtransfer.memory import DeviceMemory, seal_size
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_intdigest
 
-from baton_serve.kvtransfer.frames import Offer, Piece
-from baton_serve.kvtransfer.memory import DeviceMemory
+from baton_serve.kvtransfer.block_memory import DeviceMemory
+from baton_serve.kvtransfer.control_messages import Offer, Piece
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea

@@ -25,9 +25,9 @@ import msgspec
 from msgspec import Meta
 
 from baton_serve.contracts.same_user import stranger
+from baton_serve.kvtransfer.block_memory import seal_size
+from baton_serve.kvtransfer.control_messages import Hello, Offer, Welcome
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
-from baton_serve.kvtransfer.memory import seal_size
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import HostBlocks, host_blocks
 from baton_serve.kvtransfer.transports.memory import AnnounceOnly, HostReceiver, converting

@@ -10,8 +10,8 @@ from types import ModuleType
 
 import msgspec
 
-from baton_serve.kvtransfer.frames import Hello, Offer, Piece, Welcome
-from baton_serve.kvtransfer.memory import address_of, keep_freed_memory
+from baton_serve.kvtransfer.block_memory import address_of, keep_freed_memory
+from baton_serve.kvtransfer.control_messages import Hello, Offer, Piece, Welcome
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import BlockIntake, HostBlocks, HostSender, copy_from, host_blocks

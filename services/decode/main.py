@@ -5,7 +5,7 @@ from os import environ
 
 from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
-from baton_serve.services.instance.nodes.node import run_node
+from baton_serve.services.instance.nodes.rank_host import run_node
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
 

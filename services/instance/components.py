@@ -8,9 +8,9 @@ from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import ToInstance
 from baton_serve.engine import Engine, EngineStats
 from baton_serve.kvtransfer import TransferNode
-from baton_serve.services.common.rpc.links import InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
-from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import TransferMetrics
 from baton_serve.services.instance.request_server import RoleHandler

@@ -32,8 +32,8 @@ from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import ImageReader
 from baton_serve.kvtransfer.errors import TransferError
-from baton_serve.services.common.rpc.links import RouterId
-from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.common.rpc.instance_link import RouterId
+from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import EncoderCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort, SourcePort

@@ -8,7 +8,7 @@ from pathlib import Path
 from baton_serve.contracts.messages import EngineCommand, EngineCommandDone
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import ConfigError
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.model_switch import LOAD_FAILURES, ModelConflict, ModelSwitch
 from baton_serve.services.instance.ports import RouterPort

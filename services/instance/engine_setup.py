@@ -11,8 +11,8 @@ from math import inf
 import torch
 from tqdm import tqdm
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.instance import Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.step_time_model import DECODE_MAX_STRETCH

@@ -14,9 +14,9 @@ from typing import cast
 import msgspec
 import torch
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId, new_generation
 from baton_serve.contracts.instance import InstanceRecord, KernelVerdict, LinkStatus
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ToInstance, WeightsSource
 from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
@@ -24,7 +24,7 @@ from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.replacement import check_replacement
 from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.addresses import advertised, shared_memory_host
 from baton_serve.services.instance.components import InstanceService
 from baton_serve.services.instance.engine_thread import EngineThread

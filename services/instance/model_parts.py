@@ -12,8 +12,8 @@ from typing import cast
 import msgspec
 import torch
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.instance import AdapterRecord, KernelVerdict, LinkStatus, Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import (
     AdapterChanged,
     LoadAdapter,
@@ -29,7 +29,7 @@ from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.kvtransfer import BlockMemory, NodePorts, PeerAccess, TransferNode, TransferSettings
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.lifecycle import Lifecycle
-from baton_serve.services.common.rpc.links import InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
@@ -47,9 +47,9 @@ from baton_serve.services.instance.engine_setup import (
 )
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, StartFailed
-from baton_serve.services.instance.kv_sharing.embeddings import EmbeddingFetcher, PromptImageSource
+from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
+from baton_serve.services.instance.kv_sharing.prompt_images import EmbeddingFetcher, PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.pooling_server import PoolingServer

@@ -33,8 +33,8 @@ from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, ImageReader, Pixels
-from baton_serve.services.common.rpc.links import RouterId
-from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.common.rpc.instance_link import RouterId
+from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort

@@ -8,17 +8,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import BlockEvent
 from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.instance import LinkStatus
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket, ToRouter, Work
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, StepResult
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 
 Mode = Literal["generate", "prefill"]
 
@@ -158,8 +158,8 @@ class LinksPort(Protocol):
 
 
 class RouterPort(Protocol):
-    """The interface that sends messages to connected routers: `services.common.rpc.links.InstanceServer` after its
-    start.
+    """The interface that sends messages to connected routers: `services.common.rpc.instance_link.InstanceServer` after
+    its start.
     """
 
     def routers(self) -> list[RouterId]: ...

@@ -29,7 +29,7 @@ from baton_serve.services.common.http.server import HttpServer
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import check_registry_url, registry_client
-from baton_serve.services.common.rpc.links import InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment, log_notes, stop
 from baton_serve.services.common.tracing import make_tracing
 from baton_serve.services.instance.addresses import (
@@ -48,7 +48,7 @@ from baton_serve.services.instance.instance_model import Addresses, InstanceMode
 from baton_serve.services.instance.metrics import EmbeddingMetrics, EngineCollector, TransferMetrics
 from baton_serve.services.instance.model_parts import ModelConnections, ProcessParts
 from baton_serve.services.instance.model_switch import ModelSwitch
-from baton_serve.services.instance.nodes.check import check_nodes
+from baton_serve.services.instance.nodes.agreement import check_nodes
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.registration import Registration
 from baton_serve.services.instance.request_server import RoleHandler

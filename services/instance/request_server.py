@@ -32,9 +32,9 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine.core.outputs import CompletedLayerGroups
 from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer.errors import TransferError
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
-from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import EngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.ports import EngineStats, EventsPort, LinksPort, RouterPort

@@ -19,8 +19,8 @@ from baton_serve.contracts.messages import (
     ToInstance,
     UnloadAdapter,
 )
-from baton_serve.services.common.rpc.links import RouterId
-from baton_serve.services.instance.drain.shutdown import DrainableServer
+from baton_serve.services.common.rpc.instance_link import RouterId
+from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import TimedStepResult
 from baton_serve.services.instance.ports import EngineStats, RouterPort
 from baton_serve.services.instance.request_server import Identity, load_of

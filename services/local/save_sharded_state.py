@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
-from baton_serve.contracts.device import DtypeName
+from baton_serve.contracts.flag_choices import DtypeName
 from baton_serve.model_hub import HubError
 from baton_serve.model_source import ModelSource, find_source
 from baton_serve.services.common.settings.configuration import environment

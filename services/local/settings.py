@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar
 import msgspec
 from msgspec import Meta
 
-from baton_serve.services.common.settings.process import Host, ModelSourceSettings, Port
+from baton_serve.services.common.settings.shared_settings import Host, ModelSourceSettings, Port
 from baton_serve.services.local.pools import DEFAULT_POOLS, Count
 
 DEMO_MODEL = Path(__file__).parent / "demo_model"

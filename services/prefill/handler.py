@@ -19,7 +19,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.kv_sharing.embeddings import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import await_grammar, generate
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort

@@ -18,9 +18,9 @@ from starlette.middleware.cors import CORSMiddleware
 
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.connection_slots import HttpLimits
 from baton_serve.services.common.http.listener import reachable_url
 from baton_serve.services.common.http.server import AsgiApp, HttpServer, TlsFiles
-from baton_serve.services.common.http.slots import HttpLimits
 from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.registry import registry_view

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from baton_serve.kvtransfer.frames import Offer, Welcome
+from baton_serve.kvtransfer.control_messages import Offer, Welcome
 from baton_serve.kvtransfer.probing import process
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.transports.memory import HostReceiver

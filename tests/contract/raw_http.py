@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from baton_serve.services.common.http.connection_slots import HttpLimits
 from baton_serve.services.common.http.server import HttpServer
-from baton_serve.services.common.http.slots import HttpLimits
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from msgspec import UNSET, UnsetType
 from torch import Tensor
 
+from baton_serve.contracts.block_layout import KVLayout, KVShape, obstacle
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout, KVShape, obstacle
 from baton_serve.engine.kernels import kv_codes
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.kvtransfer import Corrupt, LocalTransferError, Refused, Translation

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from baton_serve.kvtransfer.memory import address_of
+from baton_serve.kvtransfer.block_memory import address_of
 from baton_serve.kvtransfer.native.copyhash import SOURCE, CopyHash, NativeCopyHash, PlainCopyHash
 from baton_serve.kvtransfer.native.loader import FLAGS, LibraryUnavailableError, load_library
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import uvloop
 
+from baton_serve.services.common.http.connection_slots import HttpLimits, Slots, affordable_connections
 from baton_serve.services.common.http.exchange import EXTENSION
 from baton_serve.services.common.http.listener import Listener
 from baton_serve.services.common.http.server import HttpServer, TlsFiles
-from baton_serve.services.common.http.slots import HttpLimits, Slots, affordable_connections
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"
 POST = b"POST /x HTTP/1.1\r\nhost: a\r\ncontent-length: %d\r\n\r\n"

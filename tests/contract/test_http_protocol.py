@@ -4,8 +4,8 @@ import asyncio
 import gc
 from typing import Any
 
+from baton_serve.services.common.http.connection_slots import HttpLimits
 from baton_serve.services.common.http.server import HttpServer
-from baton_serve.services.common.http.slots import HttpLimits
 from tests.contract.raw_http import talk
 
 REQUEST = b"GET /x HTTP/1.1\r\nhost: a\r\n\r\n"

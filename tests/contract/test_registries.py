@@ -22,7 +22,7 @@ from baton_serve.services.common.registry import (
     registry_client,
     registry_view,
 )
-from baton_serve.services.common.registry.memory import MemoryRegistryView
+from baton_serve.services.common.registry.memory_registry import MemoryRegistryView
 from baton_serve.services.common.registry.redis_registry import RedisRegistryView, connect_redis
 from tests.contract.redis_server import RedisServer
 from tests.unit.router.fakes import record as made_up

@@ -12,7 +12,7 @@ from baton_serve.contracts.messages import Cancel, Heartbeat, LoadReport, ToInst
 from baton_serve.contracts.wire import encode
 from baton_serve.services.common.cluster_key import ClusterKey, cluster_key
 from baton_serve.services.common.rpc.framing import PREAMBLE, frame
-from baton_serve.services.common.rpc.links import InstanceLink, InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceLink, InstanceServer, RouterId
 
 REPORT = LoadReport(instance=InstanceId("decode-0"), generation=Generation(1), load=Load(free_blocks=1, total_blocks=1))
 

@@ -10,7 +10,7 @@ import zmq
 
 from baton_serve.contracts.wire import encode
 from baton_serve.kvtransfer import TransferSettings
-from baton_serve.kvtransfer.frames import Join
+from baton_serve.kvtransfer.control_messages import Join
 from tests.contract.test_transport_faults import behind_proxy, fetch_all, through
 from tests.contract.test_transports import only, run, wanted
 from tests.contract.transports_pair import LAYOUT, Pair, TensorMemory, by_three, pair_of

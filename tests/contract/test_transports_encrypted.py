@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from baton_serve.kvtransfer import Refused, TransferSettings
-from baton_serve.kvtransfer.frames import Host
+from baton_serve.kvtransfer.control_messages import Host
 from baton_serve.kvtransfer.liveness import this_host
 from tests.contract.transports_pair import SETTINGS, Pair, name, pair_of
 

@@ -12,7 +12,7 @@ from baton_serve.contracts.events import EventBatch
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.messages import Registered, ToInstance, ToRegistry, ToRouter
 from baton_serve.contracts.wire import Decoder, WireError
-from baton_serve.kvtransfer.frames import ToConsumer, ToProducer
+from baton_serve.kvtransfer.control_messages import ToConsumer, ToProducer
 
 DECODERS: dict[str, Callable[[bytes], object]] = {
     name: Decoder[object](kind, max_bytes=10_000).decode

@@ -9,8 +9,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import BlockMemory, HostMemory, InProcess, NodePorts, TransferNode, TransferSettings
 from baton_serve.kvtransfer.ladder import ProbeOutcome

@@ -34,7 +34,7 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.common.registry import RegistryView, registry_view
-from baton_serve.services.common.rpc.links import InstanceLink
+from baton_serve.services.common.rpc.instance_link import InstanceLink
 from baton_serve.services.local.launches import RunningProcess
 from baton_serve.services.local.plan import Process
 from tests.devices import flags_of

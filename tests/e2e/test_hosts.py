@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason := lacks()), reas
 START_TIMEOUT_S = 60.0
 LONG = 400
 """Tokens of a stream that is still running when the other host is lost."""
-RANK = "baton_serve.services.instance.nodes.rank"
+RANK = "baton_serve.services.instance.nodes.remote_rank"
 
 
 class TwoHosts(Api):

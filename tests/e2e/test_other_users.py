@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from baton_serve.contracts.messages import ToRouter
-from baton_serve.services.common.rpc.links import InstanceLink
+from baton_serve.services.common.rpc.instance_link import InstanceLink
 from tests.e2e.cluster import Cluster, run_baton
 from tests.e2e.test_faults import BODY, FLAGS
 from tests.other_user import NOBODY, as_nobody, needs_root

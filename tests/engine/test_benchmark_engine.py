@@ -8,7 +8,7 @@ from baton_serve.bench.micro import engine as benchmark
 from baton_serve.bench.micro.engine import DeviceSpeeds
 from baton_serve.bench.micro.engine_model_costs import model_costs
 from baton_serve.bench.micro.engine_shapes import COUNTED_BY_CONFIG, SHAPES, costs, write_shape
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.engine import EngineConfig
 from tests.engine.conftest import References
 from tests.engine.driving import make_engine

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import BlocksRemoved
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.errors import ConfigError

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.contracts.layout import KVRun, KVShape
+from baton_serve.contracts.block_layout import KVRun, KVShape
 from baton_serve.engine import CompletedLayerGroups
 from baton_serve.engine.errors import CapacityError
 from tests.engine.conftest import References

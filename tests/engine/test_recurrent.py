@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.errors import UnsupportedModelError

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
+from baton_serve.contracts.block_layout import KVLayout, KVShape
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout, KVShape
 from baton_serve.engine import CompletedLayerGroups
 from baton_serve.engine.core.outputs import CompletedBlocks, NamedBlock
 from baton_serve.engine.device import has_side_streams

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from baton_serve.contracts.layout import KVWindow, obstacle
+from baton_serve.contracts.block_layout import KVWindow, obstacle
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import CapacityError
 from baton_serve.engine.kv.cache_groups import divide_layers

@@ -7,7 +7,7 @@ import helm_python
 import pytest
 
 from baton_serve.services.common.settings.configuration import load
-from baton_serve.services.instance.nodes.check import check_nodes
+from baton_serve.services.instance.nodes.agreement import check_nodes
 from baton_serve.services.instance.settings import InstanceSettings
 from tests.helm.chart import HOSTS, Manifest, container_of, environment_of, named, objects, of_kind, render
 from tests.helm.custom_resources import CUSTOM, validate_custom

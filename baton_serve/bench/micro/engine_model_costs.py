@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.bench.micro.engine_shapes import DTYPE_BYTES, WEIGHT_BITS, Costs
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.model.vision.decoder import decoder_config

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId, RequestId, new_generation
 from baton_serve.contracts.instance import InstanceRecord, Load, Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import (
     Answer,
     Batch,
@@ -27,7 +27,7 @@ from baton_serve.contracts.messages import (
 )
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry import registry_client
-from baton_serve.services.common.rpc.links import InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.common.zmq.block_events import EventPublisher
 
 LAYOUT = KVLayout(fingerprint="bench", num_layers=2, num_kv_heads=2, block_tokens=64, head_dim=64, dtype="bfloat16")

@@ -11,10 +11,10 @@ from baton_serve.bench.simulation.cost import CostModel
 from baton_serve.bench.simulation.fabric import Fabric
 from baton_serve.bench.simulation.instance import SimulatedInstance
 from baton_serve.bench.simulation.measures import Gaps
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import EventBatch
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import InstanceRecord, Load, Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ToInstance, ToRouter
 from baton_serve.engine.core.block_pool import BlockPool
 

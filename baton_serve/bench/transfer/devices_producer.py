@@ -16,8 +16,8 @@ import msgspec
 import torch
 
 from baton_serve.bench.transfer.cases import MIB, block_name
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferNode, TransferSettings
 from baton_serve.kvtransfer.transports.device_checksums import sums_of
@@ -31,7 +31,7 @@ LARGE = 256 * MIB
 
 
 class BenchDeviceMemory:
-    """KV memory on a device, with the interface `kvtransfer.memory.DeviceMemory`."""
+    """KV memory on a device, with the interface `kvtransfer.block_memory.DeviceMemory`."""
 
     shared_fd = None
     host_view = None

@@ -14,8 +14,8 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from baton_serve.bench.transfer.cases import MIB, block_name, fill
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import Generation, InstanceId, TicketId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import HostMemory, TransferNode, TransferSettings
 

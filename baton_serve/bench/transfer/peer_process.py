@@ -20,7 +20,7 @@ from typing import Protocol
 
 from baton_serve.bench.transfer.cases import clear, fill, is_filled
 from baton_serve.kvtransfer import HostMemory
-from baton_serve.kvtransfer.memory import address_of
+from baton_serve.kvtransfer.block_memory import address_of
 
 POLL_S = 2e-5
 """Interval at which the state of a NIXL transfer is polled."""

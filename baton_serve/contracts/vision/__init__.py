@@ -4,6 +4,7 @@
 folder (`facts`), so that a router can count and hash prompts without torch.
 """
 
+from baton_serve.contracts.vision.audio_rules import SoundRules
 from baton_serve.contracts.vision.embedders import READERS, TEXT_ALONE, EmbedderImages, embedder_images
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError, num_embeddings
@@ -16,7 +17,6 @@ from baton_serve.contracts.vision.registry import (
     image_family,
     why_unread,
 )
-from baton_serve.contracts.vision.sound_rules import SoundRules
 
 __all__ = [
     "HEARD",

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.contracts.vision import grids
+from baton_serve.contracts.vision import qwen_glm
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.fixed import FixedImages
@@ -96,7 +96,7 @@ def _two_towers(patch: int, extra: int) -> Callable[[ModelFacts], EmbedderImages
 
 def _colqwen2(facts: ModelFacts) -> EmbedderImages | None:
     inner = msgspec.structs.replace(facts, config=msgspec.convert(facts.config, _ColConfig).vlm_config)
-    family = grids.qwen(inner)
+    family = qwen_glm.qwen(inner)
     if family is None:
         return None
     stated = msgspec.convert(facts.processor, _ColProcessor)

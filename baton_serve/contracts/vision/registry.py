@@ -7,18 +7,18 @@ import msgspec
 
 from baton_serve.contracts.media import MAX_VIDEO_FRAMES
 from baton_serve.contracts.vision import (
+    audio_families,
     aya_vision,
     fixed,
     gemma3,
     gemma4,
-    grids,
     idefics3,
     internvl,
     llava,
     llava_onevision,
     paligemma,
     pixtral,
-    sounds,
+    qwen_glm,
 )
 from baton_serve.contracts.vision.facts import EDGES, ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
@@ -28,10 +28,10 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "deepseek_vl": fixed.family,
     "gemma3": gemma3.family,
     "gemma4": gemma4.family,
-    "glm46v": grids.glm,
-    "glm4v": grids.glm,
-    "glm4v_moe": grids.glm,
-    "glm_ocr": grids.glm,
+    "glm46v": qwen_glm.glm,
+    "glm4v": qwen_glm.glm,
+    "glm4v_moe": qwen_glm.glm,
+    "glm_ocr": qwen_glm.glm,
     "idefics3": idefics3.family,
     "internvl": internvl.family,
     "lighton_ocr": pixtral.family,
@@ -41,24 +41,24 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "llava_onevision": llava_onevision.family,
     "mistral3": pixtral.family,
     "paligemma": paligemma.family,
-    "qwen2_5_omni_thinker": grids.qwen,
-    "qwen2_5_vl": grids.qwen,
-    "qwen2_audio": sounds.family,
-    "qwen2_vl": grids.qwen,
-    "qwen3_5": grids.qwen,
-    "qwen3_5_moe": grids.qwen,
-    "qwen3_omni_moe_thinker": grids.qwen,
-    "qwen3_vl": grids.qwen,
-    "qwen3_vl_moe": grids.qwen,
+    "qwen2_5_omni_thinker": qwen_glm.qwen,
+    "qwen2_5_vl": qwen_glm.qwen,
+    "qwen2_audio": audio_families.family,
+    "qwen2_vl": qwen_glm.qwen,
+    "qwen3_5": qwen_glm.qwen,
+    "qwen3_5_moe": qwen_glm.qwen,
+    "qwen3_omni_moe_thinker": qwen_glm.qwen,
+    "qwen3_vl": qwen_glm.qwen,
+    "qwen3_vl_moe": qwen_glm.qwen,
     "smolvlm": idefics3.family,
     "vipllava": fixed.family,
-    "voxtral": sounds.family,
+    "voxtral": audio_families.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""
 SERVED = "images are read by models of these types: " + ", ".join(
-    kind for kind, make in FAMILIES.items() if make is not sounds.family
+    kind for kind, make in FAMILIES.items() if make is not audio_families.family
 )
-HEARD = "audio in chats is read by models of these types: " + ", ".join(sounds.KINDS)
+HEARD = "audio in chats is read by models of these types: " + ", ".join(audio_families.KINDS)
 
 
 ALIASES: Mapping[str, str] = {"max_dynamic_patch": "max_patches", "min_dynamic_patch": "min_patches"}
@@ -89,7 +89,7 @@ def image_family(facts: ModelFacts) -> ImageFamily | None:
 def _made(facts: ModelFacts) -> ImageFamily | None:
     make = FAMILIES.get(str(facts.config.get("model_type", "")))
     # A model that reads audio alone has no image processor.
-    family = make(facts) if make is not None and (facts.images or make is sounds.family) else None
+    family = make(facts) if make is not None and (facts.images or make is audio_families.family) else None
     return None if family is None else msgspec.structs.replace(family, facts=facts)
 
 
@@ -152,7 +152,7 @@ def why_unread(facts: ModelFacts) -> str:
     towers = [name for name in ("vision_config", "audio_config") if facts.config.get(name)]
     if not towers or image_family(facts) is not None:
         return ""
-    if towers == ["audio_config"] and kind not in sounds.KINDS:
+    if towers == ["audio_config"] and kind not in audio_families.KINDS:
         return f"models of type {kind} are served as text; {HEARD}"
     if towers == ["audio_config"]:
         return "the folder has no feature extractor for 16 kHz (preprocessor_config.json)"

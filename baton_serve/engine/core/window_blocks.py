@@ -14,8 +14,8 @@ such groups have none of this, and every method returns at once.
 from collections.abc import Sequence as Items
 
 from baton_serve.contracts.block_hash import window_hashes
+from baton_serve.contracts.block_layout import first_seen_block
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import first_seen_block
 from baton_serve.engine.core.block_pool import BlockPool, CachedPrefix
 from baton_serve.engine.core.outputs import NamedBlock
 from baton_serve.engine.core.sequence import Sequence

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout, KVShape
+from baton_serve.contracts.block_layout import KVLayout, KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels.metadata import AttentionSpec

@@ -8,7 +8,7 @@ from typing import cast
 import msgspec
 import torch
 
-from baton_serve.contracts.layout import KVLayout, KVWindow
+from baton_serve.contracts.block_layout import KVLayout, KVWindow
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.stage_links import StageLinks

@@ -4,7 +4,7 @@ twin of all kernels that read or write such caches.
 The scale belongs to a token and head, not to a block, so that the bytes of a block depend on its tokens only. A block
 grows token by token; with a scale of its own it would be rounded again whenever a larger value comes, and its content
 would depend on chunks and batches. The scales of a head's tokens follow their codes in memory, in bfloat16
-(`contracts.layout`).
+(`contracts.block_layout`).
 """
 
 import torch

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton_serve.contracts.layout import DTYPE_BYTES, KVLayout
+from baton_serve.contracts.block_layout import DTYPE_BYTES, KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError

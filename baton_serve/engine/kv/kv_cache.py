@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout, KVShape
+from baton_serve.contracts.block_layout import KVLayout, KVShape
 from baton_serve.engine import device as devices
 
 DTYPES = {  # by `KVLayout.dtype`

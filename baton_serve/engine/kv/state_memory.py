@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.checkpoints import StateCopy
 from baton_serve.engine.kv.kv_cache import KVCache

@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import VOLATILE_KEYS

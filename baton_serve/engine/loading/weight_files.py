@@ -21,7 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.loader_options import SHARD_PATTERN
 from baton_serve.engine import device as devices
 from baton_serve.engine.loading.sharded_state import joined_tensors

@@ -9,7 +9,7 @@ import msgspec
 import torch
 from torch import nn
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine.collectives.stage_layers import Stage
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kv.state_memory import StatePart, row_bytes, unused_kv_shapes

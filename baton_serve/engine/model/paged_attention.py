@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 

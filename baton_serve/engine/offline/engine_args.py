@@ -10,7 +10,7 @@ from dataclasses import MISSING, dataclass, field, fields, make_dataclass, repla
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
-from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
+from baton_serve.contracts.flag_choices import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.contracts.vision import default_template
 from baton_serve.contracts.vision.facts import ModelFacts

@@ -17,8 +17,8 @@ import xxhash
 from torch import Tensor
 
 from baton_serve.contracts.block_hash import embedding_hashes
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import UnfitImageError
 from baton_serve.contracts.vision.media_text import EmbeddingShape
@@ -42,8 +42,8 @@ EMA_WEIGHT = 0.1
 
 
 class SharedBlocks(Protocol):
-    """Host memory of blocks that other processes may map: `kvtransfer.memory.HostMemory`. Its bytes are zero at first,
-    and take no memory until they are written."""
+    """Host memory of blocks that other processes may map: `kvtransfer.block_memory.HostMemory`. Its bytes are zero at
+    first, and take no memory until they are written."""
 
     num_blocks: int
     block_bytes: int

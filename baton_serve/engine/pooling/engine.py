@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.contracts.vision import READERS
 from baton_serve.engine import device

@@ -13,7 +13,7 @@ from queue import SimpleQueue
 
 import torch
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups
 

@@ -10,8 +10,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton_serve.kvtransfer.control_messages import Offer, Piece
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Offer, Piece
 from baton_serve.kvtransfer.session.steps import BlockPlacement
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import HostSender

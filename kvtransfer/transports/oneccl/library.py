@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton_serve.kvtransfer.block_memory import address_of
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.memory import address_of
 from baton_serve.kvtransfer.transports.oneccl.pair import PairBrokenError
 
 logger = logging.getLogger(__name__)

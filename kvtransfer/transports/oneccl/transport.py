@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from baton_serve.kvtransfer.block_memory import BlockMemory
+from baton_serve.kvtransfer.control_messages import Hello, Host, Offer, Welcome
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Hello, Host, Offer, Welcome
-from baton_serve.kvtransfer.memory import BlockMemory
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import host_blocks
 from baton_serve.kvtransfer.transports.oneccl.backends import device_backends, host_backends

@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable
 
+from baton_serve.services.common.http.connection_slots import HttpLimits, Slot
 from baton_serve.services.common.http.late_timer import LateTimer
-from baton_serve.services.common.http.slots import HttpLimits, Slot
 
 OnExpiry = Callable[[], object]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import partial
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.http.slots import Slot, Slots
+from baton_serve.services.common.http.connection_slots import Slot, Slots
 
 
 def bind_tcp(host: str, port: int, *, shares_port: bool = False, listens: bool = True) -> socket.socket:

@@ -16,9 +16,9 @@ import uvicorn
 from uvicorn.server import ServerState
 
 from baton_serve.services.common.http.client_deadlines import ClientDeadlines
+from baton_serve.services.common.http.connection_slots import HttpLimits, Slot
 from baton_serve.services.common.http.exchange import App, Exchange, Message, Scope
 from baton_serve.services.common.http.request_parser import HeadTooLargeError, RequestHead, RequestParser, ScopeBuilder
-from baton_serve.services.common.http.slots import HttpLimits, Slot
 from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,9 @@ from typing import Any, cast
 import uvicorn
 
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.http.connection_slots import HttpLimits, Slot, Slots, affordable_connections
 from baton_serve.services.common.http.listener import Listener, bind_tcp
 from baton_serve.services.common.http.protocol import HttpProtocol
-from baton_serve.services.common.http.slots import HttpLimits, Slot, Slots, affordable_connections
 from baton_serve.services.common.http.write_coalescer import WriteCoalescer
 
 AsgiApp = Callable[[Any, Any, Any], Awaitable[None]]

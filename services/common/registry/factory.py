@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 from baton_serve.contracts.messages import ToRegistry
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.registry.memory import MemoryRegistryClient, MemoryRegistryView
+from baton_serve.services.common.registry.memory_registry import MemoryRegistryClient, MemoryRegistryView
 from baton_serve.services.common.registry.port import RegistryClient, RegistryView
 
 _REDIS = ("redis", "rediss", "unix")

@@ -28,7 +28,7 @@ from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
 from baton_serve.services.common.lifecycle import call_each, cancel_all
 from baton_serve.services.common.registry.port import without_load
-from baton_serve.services.common.registry.table import GENERATIONS_KEPT
+from baton_serve.services.common.registry.record_table import GENERATIONS_KEPT
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+from baton_serve.services.common.settings.argv_words import prepared
 from baton_serve.services.common.settings.help_pages import HelpFormatter, HelpPages, NothingFoundError
 from baton_serve.services.common.settings.options import Option, Value
 from baton_serve.services.common.settings.vllm_flags import VllmFlag, option_value, vllm_flag_advice, vllm_flags
-from baton_serve.services.common.settings.words import prepared
 
 _SOURCES = (
     "Each option can also be set by an environment variable ({flag}: {variable}; items of a list separated by commas)"

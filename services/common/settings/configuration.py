@@ -16,10 +16,10 @@ import msgspec
 import yaml
 
 from baton_serve.services.common.errors import ConfigurationError
+from baton_serve.services.common.settings.argv_words import flag_words
 from baton_serve.services.common.settings.command_line import CommandLine, Given, OptionError
 from baton_serve.services.common.settings.options import Option, Value, options_of
 from baton_serve.services.common.settings.vllm_variables import from_vllm
-from baton_serve.services.common.settings.words import flag_words
 from baton_serve.services.common.version import VERSION
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.settings.process import fields_in_help_order
+from baton_serve.services.common.settings.shared_settings import fields_in_help_order
 
 Value = str | int | float | bool | list[str] | list[int] | list[float] | dict[str, object] | None
 

@@ -13,8 +13,8 @@ from typing import Protocol
 from msgspec import UNSET
 
 from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks, window_hashes
+from baton_serve.contracts.block_layout import KVLayout, first_seen_block
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import KVLayout, first_seen_block
 from baton_serve.contracts.messages import Pull, Ticket
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.tracing import NO_SPAN, Span

@@ -18,7 +18,7 @@ from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.rpc.encryption import tls_context
 from baton_serve.services.instance.errors import StartFailed
-from baton_serve.services.instance.nodes.check import (
+from baton_serve.services.instance.nodes.agreement import (
     RankHello,
     RankRefused,
     RankWelcome,

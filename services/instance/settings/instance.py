@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec import Meta
 
-from baton_serve.contracts.device import REFUSED_LOAD_FORMATS, LoadFormat
+from baton_serve.contracts.flag_choices import REFUSED_LOAD_FORMATS, LoadFormat
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
 from baton_serve.services.common.errors import ConfigurationError

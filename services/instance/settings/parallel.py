@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from baton_serve.services.instance.settings.process import NetworkSettings
+from baton_serve.services.instance.settings.handoff_network_cpu import NetworkSettings
 
 
 class ParallelSettings(NetworkSettings, frozen=True, kw_only=True):

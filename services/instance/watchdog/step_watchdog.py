@@ -17,7 +17,7 @@ from typing import Protocol
 
 from baton_serve.engine.core.outputs import BatchSize
 from baton_serve.services.common.lifecycle import EXIT_HUNG, print_error
-from baton_serve.services.common.rpc.links import InstanceServer
+from baton_serve.services.common.rpc.instance_link import InstanceServer
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from typing import Protocol
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout, obstacle
 from baton_serve.contracts.events import EventBatch
 from baton_serve.contracts.identity import BlockHash, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
-from baton_serve.contracts.layout import KVLayout, obstacle
 from baton_serve.contracts.messages import (
     AdapterChanged,
     Answer,

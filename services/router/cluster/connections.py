@@ -9,7 +9,7 @@ from baton_serve.contracts.events import EventBatch
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.messages import ToRouter
 from baton_serve.services.common.cluster_key import ClusterKey
-from baton_serve.services.common.rpc.links import InstanceLink
+from baton_serve.services.common.rpc.instance_link import InstanceLink
 from baton_serve.services.common.zmq.block_events import EventSubscriber
 
 MAX_ZMQ_SOCKETS = 65_535

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.services.router.cluster.worker_state import WorkerState
 from baton_serve.services.router.placement.block_index import BlockIndex, Match
 from baton_serve.services.router.placement.encode_workers import Encoder

@@ -39,8 +39,8 @@ Sending = Callable[[], None]
 
 
 class WorkerLink(Protocol):
-    """The connection to an instance, over which requests are sent. It is `services.common.rpc.links.InstanceLink`, or a
-    fake in tests and in the simulation.
+    """The connection to an instance, over which requests are sent. It is
+    `services.common.rpc.instance_link.InstanceLink`, or a fake in tests and in the simulation.
     """
 
     async def start(self) -> None: ...

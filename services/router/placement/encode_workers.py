@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 
 MAX_QUEUE_S = 5.0

@@ -16,9 +16,9 @@ from typing import Literal
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout, obstacle
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import Role
-from baton_serve.contracts.layout import KVLayout, obstacle
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.services.router.placement.encode_workers import Encoder, assign_images
 from baton_serve.services.router.placement.prefix_pull import PullPlan, PullPolicy, best_holders, plan_pull

@@ -10,8 +10,8 @@ from heapq import nlargest
 from statistics import median_low
 from typing import Literal, Protocol
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.layout import KVLayout
 
 PullPolicy = Literal["auto", "always", "never"]
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo
 from pydantic_core import PydanticCustomError
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.services.router.protocol.request_bounds import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORD_CHARS,

@@ -7,8 +7,8 @@ from functools import lru_cache
 import msgspec
 
 from baton_serve.contracts.block_hash import cross_hashes, embedding_hashes, hash_blocks, prompt_root, root_hash
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.services.router.placement.policy import PlacementPolicy

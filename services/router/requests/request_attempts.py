@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton_serve.contracts.block_hash import checkpoint_hash
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, InstanceId, RequestId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import ErrorCode, Work
 from baton_serve.contracts.wire import WireError
 from baton_serve.services.router.cluster.cluster import Cluster

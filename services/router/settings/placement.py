@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from baton_serve.services.common.settings.process import ProcessSettings
+from baton_serve.services.common.settings.shared_settings import ProcessSettings
 from baton_serve.services.router.placement.policy import DecodeFallback, PolicyName
 from baton_serve.services.router.placement.prefix_pull import PullPolicy
 

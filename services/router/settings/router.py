@@ -9,7 +9,7 @@ from msgspec import Meta
 from baton_serve.contracts.audio import CutterLimits
 from baton_serve.contracts.vision import SoundRules
 from baton_serve.generation_config import checked_overrides
-from baton_serve.services.common.settings.process import Host, Port
+from baton_serve.services.common.settings.shared_settings import Host, Port
 from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt, processor_settings
 from baton_serve.services.router.quota.api_keys import CacheSharing
 from baton_serve.services.router.settings.limits import BatchSettings

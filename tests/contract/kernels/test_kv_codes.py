@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.engine.kernels import AttentionSpec, kv_codes
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kernels.metadata import RowLayer

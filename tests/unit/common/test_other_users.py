@@ -14,9 +14,9 @@ from baton_serve.contracts.messages import LoadReport, ToInstance, ToRouter
 from baton_serve.services.common.cluster_key import ClusterKey, cluster_key, read_cluster_key
 from baton_serve.services.common.errors import RegistryUnavailable
 from baton_serve.services.common.registry import registry_client, registry_view
-from baton_serve.services.common.registry.memory import MemoryRegistryView
+from baton_serve.services.common.registry.memory_registry import MemoryRegistryView
 from baton_serve.services.common.rpc.connections import ANY_UNIX_SOCKET
-from baton_serve.services.common.rpc.links import InstanceLink, InstanceServer, RouterId
+from baton_serve.services.common.rpc.instance_link import InstanceLink, InstanceServer, RouterId
 from baton_serve.services.local.main import new_key_file
 from tests.contract.test_registries import record
 from tests.other_user import NOBODY, as_nobody, needs_root

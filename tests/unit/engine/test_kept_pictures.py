@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import pytest
 import torch
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import DecodedImage

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.loader_options import SHARD_PATTERN, loader_options
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError

@@ -6,16 +6,16 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import BlockEvent
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
 from baton_serve.contracts.instance import LinkStatus
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Batch, FinishReason, Pull, Ticket, ToRouter, Work
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine.core.outputs import BatchSize, EngineStats, NamedBlock, Reservation, SequenceOutput, StepResult
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.kvtransfer import Translation
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import TimedStepResult
 from baton_serve.services.instance.ports import EnginePort, Mode

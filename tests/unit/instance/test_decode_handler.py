@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Cancel, Decode, Generate, HandoffReport, Prefill
 from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer import Translation

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from baton_serve.contracts.block_hash import embedding_hashes
+from baton_serve.contracts.block_layout import EMBEDDING_BLOCK_ROWS, embedding_layout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId, TicketId
-from baton_serve.contracts.layout import EMBEDDING_BLOCK_ROWS, embedding_layout
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Ticket
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage
 from baton_serve.kvtransfer import HostMemory, PeerLost, SourceFailed, TransferNode
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry
-from baton_serve.services.instance.kv_sharing.embeddings import ArrivingBlocks, EmbeddingFetcher, PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_images import ArrivingBlocks, EmbeddingFetcher, PromptImageSource
 from tests.unit.instance.fakes import work
 
 WIDTH = 4

@@ -7,8 +7,8 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.identity import BlockHash, RequestId
-from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.media import digest_of
 from baton_serve.contracts.messages import Encode, Failed, Generate, Heartbeat, LoadReport, Ticket
 from baton_serve.contracts.vision.media_text import EmbeddingShape

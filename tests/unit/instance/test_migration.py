@@ -3,8 +3,8 @@ import asyncio
 from baton_serve.contracts.identity import TicketId
 from baton_serve.contracts.messages import HotBlocks, MigrateIn, MigrationTickets
 from baton_serve.services.instance.drain.migration import DrainMigration
+from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.main import UnifiedHandler
 from tests.unit.instance.fakes import IDENTITY, LAYOUT, Bench, Fetched, NoPulls, name, run, settle, ticket
 

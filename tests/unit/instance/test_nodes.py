@@ -16,10 +16,10 @@ from baton_serve.engine.parallel.channel import ChannelError
 from baton_serve.services.common.cluster_key import cluster_key
 from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.instance.errors import StartFailed
-from baton_serve.services.instance.nodes import node
-from baton_serve.services.instance.nodes.check import EXIT_ALONE, check_nodes, rank_job
+from baton_serve.services.instance.nodes import rank_host
+from baton_serve.services.instance.nodes.agreement import EXIT_ALONE, check_nodes, rank_job
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
-from baton_serve.services.instance.nodes.rank import join
+from baton_serve.services.instance.nodes.remote_rank import join
 from baton_serve.services.instance.settings import InstanceSettings
 
 KEY, OTHER_KEY = cluster_key("k" * 32), cluster_key("o" * 32)
@@ -134,12 +134,12 @@ def test_ranks_start_again_until_a_restart_cannot_help(
             return ["sh", "-c", "kill -TERM $PPID; exec sleep 60"]
         return ["sh", "-c", "kill -KILL $$" if result < 0 else f"exit {result}"]
 
-    monkeypatch.setattr(node, "module_command", command)
+    monkeypatch.setattr(rank_host, "module_command", command)
     monkeypatch.setattr(RestartPolicy, "next_delay_s", lambda *_, **__: 0.01)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT), signal.set_wakeup_fd(-1)
     try:
         settings = InstanceSettings(model="m", tensor_parallel_size=2, nnodes=2, node_rank=1)
-        assert node.NodeRanks(settings).run() == expected
+        assert rank_host.NodeRanks(settings).run() == expected
         assert list(results) == []
     finally:
         signal.signal(signal.SIGTERM, before[0])

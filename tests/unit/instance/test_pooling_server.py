@@ -23,7 +23,7 @@ from baton_serve.contracts.pooling import PoolingInput, PoolingSpec
 from baton_serve.engine.core.outputs import EngineStats, FailedRequest, PooledOutput, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage, Pixels
-from baton_serve.services.common.rpc.links import RouterId
+from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance import pooling_server
 from baton_serve.services.instance.engine_thread import TimedStepResult
 from baton_serve.services.instance.pooling_server import MAX_BATCH_BYTES, PoolingServer, frames

@@ -3,13 +3,13 @@ import asyncio
 import msgspec
 
 from baton_serve.contracts.block_hash import checkpoint_hashes, hash_blocks
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Pull
 from baton_serve.kvtransfer.errors import PeerLost
 from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTable
+from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.kv_sharing.serving import KVSharing
 from baton_serve.services.unified.main import UnifiedHandler
 from tests.unit.instance.fakes import LAYOUT, ROUTER, Bench, Fetched, NoPulls, name, run, settle, ticket, work
 

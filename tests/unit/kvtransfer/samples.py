@@ -1,7 +1,7 @@
 """Values that the tests of this package share."""
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.session.steps import SessionLimits
 

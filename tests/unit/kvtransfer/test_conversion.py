@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton_serve.contracts.layout import KVLayout, KVShape, obstacle
+from baton_serve.contracts.block_layout import KVLayout, KVShape, obstacle
 from baton_serve.kvtransfer.conversion.plan import Translation, plan, wire_layout
 from baton_serve.kvtransfer.conversion.staging_buffers import StagingBuffers
 from baton_serve.kvtransfer.errors import LocalTransferError, TransportUnavailable

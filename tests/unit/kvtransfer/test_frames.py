@@ -5,7 +5,7 @@ import pytest
 
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.wire import WireError, encode
-from baton_serve.kvtransfer.frames import (
+from baton_serve.kvtransfer.control_messages import (
     MAX_BLOCKS,
     MAX_CONTROL_BYTES,
     MAX_PAYLOAD_BYTES,

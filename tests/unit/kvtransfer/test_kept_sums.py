@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton_serve.kvtransfer.memory import HostMemory, PartitionedMemory, address_of
+from baton_serve.kvtransfer.block_memory import HostMemory, PartitionedMemory, address_of
 from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 
 SIZE = 8192

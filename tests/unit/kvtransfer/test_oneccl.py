@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton_serve.kvtransfer.control_messages import Piece
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Piece
 from baton_serve.kvtransfer.transports.oneccl.backends import LEGACY_BINDINGS, device_backend, host_backends
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend
 from baton_serve.kvtransfer.transports.oneccl.host import Region, groups

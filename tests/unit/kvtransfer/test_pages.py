@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from baton_serve.kvtransfer.block_memory import HostMemory, address_of
 from baton_serve.kvtransfer.consumer.pages import MADV_POPULATE_WRITE, Pages, make_pages
-from baton_serve.kvtransfer.memory import HostMemory, address_of
 
 BLOCK = 1 << 18
 PAGES = BLOCK // resource.getpagesize()

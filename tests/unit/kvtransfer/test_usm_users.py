@@ -10,8 +10,8 @@ import pytest
 
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.kvtransfer import HostMemory, TransferSettings
+from baton_serve.kvtransfer.control_messages import Hello, Offer, Welcome
 from baton_serve.kvtransfer.errors import TransportUnavailable
-from baton_serve.kvtransfer.frames import Hello, Offer, Welcome
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.transports.checksum_cache import ChecksumCache
 from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, ReceiveTarget

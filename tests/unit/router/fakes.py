@@ -8,10 +8,10 @@ from functools import partial
 
 import msgspec
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import BlocksStored, EventBatch
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, RequestId
 from baton_serve.contracts.instance import AdapterRecord, InstanceRecord, LinkStatus, Load, Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import (
     AdapterChanged,
     Answer,

@@ -5,7 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.vision import default_template, image_family
 from baton_serve.contracts.vision.facts import ModelFacts

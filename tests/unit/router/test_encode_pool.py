@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.media import digest_of
 from baton_serve.contracts.messages import Encode, Prefill
 from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD

@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
+from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.layout import embedding_layout
 from baton_serve.contracts.media import MediaSpan, source_span
 from baton_serve.services.router.placement.encode_workers import MAX_QUEUE_S, Encoder, assign_images
 from baton_serve.services.router.placement.policy import ClusterView, Demand, Placement, place

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.pooling import PoolingProfile
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.tracing import Tracing

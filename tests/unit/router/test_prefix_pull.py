@@ -2,8 +2,8 @@
 
 from msgspec.structs import replace
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.services.router.placement.policy import (
     Candidate,
     ClusterView,

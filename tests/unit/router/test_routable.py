@@ -5,9 +5,9 @@ import time
 import msgspec
 
 from baton_serve.contracts.block_hash import checkpoint_hashes
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId
 from baton_serve.contracts.instance import Load, Role
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.messages import LoadReport, Snapshot
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.routable import RoutableWorkers

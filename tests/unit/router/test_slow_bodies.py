@@ -11,8 +11,8 @@ import pytest
 
 from baton_serve.contracts.messages import Pool, Pooled
 from baton_serve.contracts.pooling import PoolingProfile
+from baton_serve.services.common.http.connection_slots import HttpLimits
 from baton_serve.services.common.http.server import HttpServer
-from baton_serve.services.common.http.slots import HttpLimits
 from tests.unit.router import fakes
 from tests.unit.router.conftest import Router, Serve
 

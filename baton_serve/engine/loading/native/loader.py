@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.contracts.model_path import gguf_parts, model_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage

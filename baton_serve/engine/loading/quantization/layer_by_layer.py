@@ -17,7 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from baton_serve.contracts.device import LoadFormat
+from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.weight_files import map_tensors
 from baton_serve.engine.model.quantized.experts import WEIGHTS, check_experts, expert_names, quantize_experts

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton_serve.audio_samples import Samples, has_floats, mono, read_wav, resampled
 from baton_serve.contracts.audio import MAX_CHANNELS, MAX_RATE_HZ, RATE_STEP_HZ, SAMPLE_BYTES
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import ModelError, RequestError
 from baton_serve.engine.model.vision.image_types import DecodedImage

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from baton_serve.contracts.layout import KVShape
+from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 from baton_serve.engine.model.batch_inputs import SourceRows, StepInputs

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from baton_serve.contracts.layout import embedding_layout
+from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig

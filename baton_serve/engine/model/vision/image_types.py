@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from baton_serve.contracts.layout import KVLayout
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings

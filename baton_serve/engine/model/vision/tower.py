@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from baton_serve.contracts.layout import embedding_layout
+from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.media import Clip
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import msgspec
 
 from baton_serve.contracts.media import Embedded, TokenGrid
+from baton_serve.contracts.vision.audio_families import sound_rules
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
 from baton_serve.contracts.vision.scaling import scaled_grid
-from baton_serve.contracts.vision.sounds import sound_rules
 from baton_serve.contracts.vision.videos import video_rules
 
 _QWEN_LIMITS, _GLM_LIMITS = (56 * 56, 28 * 28 * 1280), (112 * 112, 28 * 28 * 15000)

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from baton_serve.services.common.settings.process import Host, Port, ProcessSettings
+from baton_serve.services.common.settings.shared_settings import Host, Port, ProcessSettings
 
 Transport = Literal["auto", "memory", "usm", "zeromq", "oneccl"]
 Checksum = Literal["full", "sampled", "off"]

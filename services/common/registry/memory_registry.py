@@ -20,7 +20,7 @@ from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
 from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.common.logs import LimitedLog
-from baton_serve.services.common.registry.table import RecordTable
+from baton_serve.services.common.registry.record_table import RecordTable
 from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 
 logger = logging.getLogger(__name__)

@@ -5,7 +5,7 @@ import socket
 import msgspec
 
 from baton_serve.contracts.instance import Role
-from baton_serve.services.common.settings.process import LogFormat, LogLevel
+from baton_serve.services.common.settings.shared_settings import LogFormat, LogLevel
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.settings import InstanceSettings

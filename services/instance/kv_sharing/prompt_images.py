@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from baton_serve.contracts.block_hash import embedding_hashes
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.contracts.vision.media_text import EmbeddingShape

@@ -1,4 +1,4 @@
-"""A rank on another host than rank 0: `python -m baton_serve.services.instance.nodes.rank PID`.
+"""A rank on another host than rank 0: `python -m baton_serve.services.instance.nodes.remote_rank PID`.
 
 It is started by process PID (`node.py`), gets a `RankJob` on stdin, and ends with that process. It connects to the
 first host, executes the commands of rank 0, and exits when that connection ends.
@@ -24,7 +24,7 @@ from baton_serve.services.common.lifecycle import EXIT_HOPELESS, print_error
 from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.rpc.encryption import tls_context
 from baton_serve.services.instance.errors import StartFailed
-from baton_serve.services.instance.nodes.check import (
+from baton_serve.services.instance.nodes.agreement import (
     EXIT_ALONE,
     RankHello,
     RankJob,

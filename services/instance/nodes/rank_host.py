@@ -26,7 +26,7 @@ from baton_serve.services.common.logs import configure_logs
 from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.common.settings.configuration import log_notes, stop
 from baton_serve.services.instance.errors import StartFailed
-from baton_serve.services.instance.nodes.check import EXIT_ALONE, check_nodes, rank_job
+from baton_serve.services.instance.nodes.agreement import EXIT_ALONE, check_nodes, rank_job
 from baton_serve.services.instance.settings import InstanceSettings
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class NodeRanks:
 
     def _start(self, rank: int) -> "subprocess.Popen[bytes]":
         """Start the process of one rank."""
-        command = module_command("baton_serve.services.instance.nodes.rank", str(os.getpid()))
+        command = module_command("baton_serve.services.instance.nodes.remote_rank", str(os.getpid()))
         process = subprocess.Popen(command, stdin=subprocess.PIPE)
         assert process.stdin is not None
         # Through a pipe: every user of the machine can read command lines. A rank may exit before it reads.

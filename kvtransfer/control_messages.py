@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
-from baton_serve.contracts.layout import KVLayout
 from baton_serve.contracts.wire import Decoder
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
 from baton_serve.kvtransfer.settings import MAX_CONNECTIONS
