@@ -4,6 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,6 +80,8 @@ class PackedModel:
         own: MixerKernels = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
         self.forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
         self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor, CPU)
+        self.stored: list[int] = []
+        """The layers with KV, in the order in which steps have stored their KV."""
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
         """Compute the next tokens of each sequence, and return the logits after each chunk."""
@@ -99,7 +102,12 @@ class PackedModel:
         tokens = [token for s, length in chunks for token in s.tokens[s.computed : s.computed + length]]
         slots = torch.tensor([s.slot for s, _ in chunks])
         inputs = StepInputs(
-            torch.tensor(tokens), positions, starts[1:] - 1, meta, states=StepStates(slots, lengths, self.states.views)
+            torch.tensor(tokens),
+            positions,
+            starts[1:] - 1,
+            meta,
+            after_layer=self.stored.append,
+            states=StepStates(slots, lengths, self.states.views),
         )
         for s, length in chunks:
             s.computed += length
@@ -169,16 +177,18 @@ def test_one_call_of_a_hybrid_computes_the_bits_of_its_layers(
         linear_key_head_dim=key_size,
         linear_value_head_dim=value_size,
         linear_conv_kernel_dim=taps,
+        layer_types=["linear_attention", "full_attention"] * 2,
     )
     draw = random.Random(heads)
     prompts = [[draw.randrange(250) for _ in range(length)] for length in (70, 3, 41, 1)]
 
-    def logits() -> list[Tensor]:
+    def logits(*, is_one_call: bool) -> list[Tensor]:
         packed, schedule = PackedModel(load(folder, dtype="bfloat16")), Schedule("bits")
         sequences = [
             PackedSequence(slot, list(prompt), len(prompt)) for slot, prompt in zip((5, 0, 2, 6), prompts, strict=True)
         ]
-        found: list[Tensor] = [torch.tensor([isinstance(packed.forward, CpuForward)])]
+        assert isinstance(packed.forward, CpuForward) is is_one_call
+        found: list[Tensor] = []
         for s in sequences:
             packed.states.clear(s.slot)
         while running := [s for s in sequences if len(s.answer) < 5]:
@@ -187,13 +197,19 @@ def test_one_call_of_a_hybrid_computes_the_bits_of_its_layers(
             for (s, _), row in zip(chunks, found[-1], strict=True):
                 if s.computed == len(s.tokens):
                     s.tokens.append(int(row.argmax()))
+        assert packed.stored == list(range(len(packed.model.specs))) * len(found)
         return [*found, *(view for layer in packed.states.views.values() for view in layer.values())]
 
-    once = logits()
+    once = logits(is_one_call=True)
     monkeypatch.setattr(fused_cpu, "fits", lambda *_: False)
-    layers = logits()
-    assert bool(once[0]) and not bool(layers[0])
-    assert all(torch.equal(one, other) for one, other in zip(once[1:], layers[1:], strict=True))
+    layers = logits(is_one_call=False)
+    assert all(torch.equal(one, other) for one, other in zip(once, layers, strict=True))
+
+
+@pytest.mark.parametrize("changed", [{"linear_conv_kernel_dim": 18}, {"layer_types": ["linear_attention"] * 4}])
+def test_hybrids_that_one_call_does_not_support_run_layer_by_layer(changed: dict[str, Any], tmp_path: Path) -> None:
+    packed = PackedModel(load(write_tiny_model(tmp_path, "qwen3_5", **changed), dtype="bfloat16"))
+    assert not isinstance(packed.forward, CpuForward)
 
 
 def test_a_mixer_that_ignores_its_state_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
