@@ -91,9 +91,8 @@ template <class M> class Attention {
         yield_to_others();
         compute(plan.tasks[i], scratch, partials.get());
       }
-#pragma omp for schedule(dynamic, 1)
-      for (size_t i = 0; i < plan.split_tiles.size(); i++)
-        combine(plan.tiles[plan.split_tiles[i]], scratch, partials.get());
+#pragma omp for schedule(dynamic, 4)
+      for (size_t i = 0; i < plan.split_rows.size(); i++) combine(plan.split_rows[i], scratch, partials.get());
     }
   }
 
@@ -112,6 +111,7 @@ template <class M> class Attention {
     Buffer<Word> latent_queries, latent_rows;  // for latent.h: [words][rows], [TILE_KEYS][words]
     Buffer<float> maxima, factors;
     std::unique_ptr<KeyRows> now = std::make_unique<KeyRows>(), next = std::make_unique<KeyRows>();
+    int packed_tile = -1;  // whose queries lie in `queries`
     int prefetched = TILE_KEYS, prefetch_step = 0;  // rows of `next` that were prefetched; how many to prefetch for each query row
     Ahead ahead_keys{}, ahead_values{};  // used instead if few rows share a tile
     tiles::Shape* shape = nullptr;
@@ -150,8 +150,11 @@ template <class M> class Attention {
   void compute(Task task, Scratch& scratch, float* partials) {
     const Tile& t = plan.tiles[task.tile];
     const int rows = rows_of(t);
-    pack_queries(t, scratch.queries.get());
-    if (is_latent(rows)) turn_queries(rows, scratch);
+    if (scratch.packed_tile != task.tile) {
+      pack_queries(t, scratch.queries.get());
+      if (is_latent(rows)) turn_queries(rows, scratch);
+      scratch.packed_tile = task.tile;
+    }
     if (t.partial >= 0) {
       const int64_t at = t.partial + (task.first_part - t.first_part()) * sums_size(rows);
       compute_part(t, task.first_part, task.end_part, scratch, sums_at(partials + at, rows));
@@ -164,17 +167,20 @@ template <class M> class Attention {
       compute_part(t, p, task.end_part, scratch, part);
       merge<M>(whole, part, rows, columns);
     }
-    write(t, whole);
+    for (int r = 0; r < rows; r++) write(t, r, row_of(whole, r));
   }
 
-  void combine(const Tile& t, Scratch& scratch, float* partials) {
+  void combine(SplitRow split, Scratch& scratch, float* partials) {
+    const Tile& t = plan.tiles[split.tile];
     const int rows = rows_of(t);
-    Sums whole = sums_at(scratch.whole.get(), rows);
-    std::fill(whole.maxima, whole.maxima + rows, NEG_INF);
+    Sums whole = sums_at(scratch.whole.get(), 1);
+    *whole.maxima = NEG_INF;
     for (int p = 0; p < t.end_part() - t.first_part(); p++)
-      merge<M>(whole, sums_at(partials + t.partial + p * sums_size(rows), rows), rows, columns);
-    write(t, whole);
+      merge<M>(whole, row_of(sums_at(partials + t.partial + p * sums_size(rows), rows), split.row), 1, columns);
+    write(t, split.row, whole);
   }
+
+  Sums row_of(Sums sums, int row) const { return {sums.maxima + row, sums.totals + row, sums.values + (int64_t)row * columns}; }
 
   void pack_queries(const Tile& t, Word* packed) const {
     const Element* query = static_cast<const Element*>(a.query);
@@ -332,8 +338,10 @@ template <class M> class Attention {
     for (int r = 0; r < stride; r += 2 * W)
       score_keys(keys, r, stride, has_next && r == 0 ? a.head_dim * cell : 0, scratch);
     for (int r = 0; r < stride; r += W) {
-      vi ends;
-      for (int i = 0; i < W; i++) ends[i] = t.position + (r + i) / group + 1 - start;
+      // All rows are of one token most of the time: a division for each of them would be slow.
+      vi ends = vi{} + t.position + 1 - start;
+      if (rows > group)
+        for (int i = 0; i < W; i++) ends[i] += (r + i) / group;
       soften_latents<M>(scores, scratch.probabilities.get(), rule, ends, state, r, a.codes ? scratch.now->key_scales : nullptr);
     }
     const int num_groups = (rows + LATENT_VALUE_ROWS - 1) / LATENT_VALUE_ROWS, base = rows / num_groups;
@@ -469,16 +477,14 @@ template <class M> class Attention {
     scratch.prefetched = end;
   }
 
-  void write(const Tile& t, Sums sums) const {
-    const int64_t token = a.query_starts[t.sequence] + t.first_token;
-    for (int r = 0; r < rows_of(t); r++) {
-      const int head = t.kv_head * group + r % group;
-      float total = sums.totals[r];
-      if (a.sinks) total += M::exponential(splat(std::min(a.sinks[head] * M::UNIT - sums.maxima[r], 88.f)))[0];
-      Element* to = static_cast<Element*>(a.output) + ((token + r / group) * a.num_heads + head) * a.value_dim;
-      const float* from = sums.values + (int64_t)r * columns;
-      for (int d = 0; d < a.value_dim; d += W) store_elements(to + d, load(from + d) / total, a.value_dim - d);
-    }
+  // Row `r` of the tile, whose sums these are.
+  void write(const Tile& t, int r, Sums sums) const {
+    const int64_t token = a.query_starts[t.sequence] + t.first_token + r / group;
+    const int head = t.kv_head * group + r % group;
+    float total = *sums.totals;
+    if (a.sinks) total += M::exponential(splat(std::min(a.sinks[head] * M::UNIT - *sums.maxima, 88.f)))[0];
+    Element* to = static_cast<Element*>(a.output) + (token * a.num_heads + head) * a.value_dim;
+    for (int d = 0; d < a.value_dim; d += W) store_elements(to + d, load(sums.values + d) / total, a.value_dim - d);
   }
 
   const AttendArguments& a;

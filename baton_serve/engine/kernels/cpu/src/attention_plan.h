@@ -27,6 +27,10 @@ struct Tile {
 struct Task {
   int tile, first_part, end_part;
 };
+// A row of a tile whose parts were computed apart.
+struct SplitRow {
+  int tile, row;
+};
 
 class Plan {
  public:
@@ -58,7 +62,7 @@ class Plan {
   const int group;  // query heads per KV head
   std::vector<Tile> tiles;
   std::vector<Task> tasks;
-  std::vector<size_t> split_tiles;
+  std::vector<SplitRow> split_rows;
   int64_t num_partial_floats = 0;
   int max_rows = 1, num_threads = 1;
 
@@ -76,7 +80,7 @@ class Plan {
     }
     t.partial = num_partial_floats;
     num_partial_floats += size;
-    split_tiles.push_back(index);
+    for (int r = 0; r < rows_of(t); r++) split_rows.push_back({(int)index, r});
     for (int p = t.first_part(); p < t.end_part(); p++) tasks.push_back({(int)index, p, p + 1});
   }
 
