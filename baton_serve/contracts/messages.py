@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from baton_serve.contracts.block_hash import prompt_root
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.events import Tier
 from baton_serve.contracts.flag_choices import LoadFormat
@@ -89,6 +90,15 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     def bidirectional_tokens(self) -> int:
         """Return how many leading tokens attend to each other in both directions, if the model's prompts do."""
         return self.num_bidirectional_tokens or self.num_prompt_tokens
+
+
+def with_prompt_root(work: Work, layout: KVLayout) -> Work:
+    """Return `work`, whose root is that of its tenant, with the root that its prompt has in a KV layout. The two differ
+    only for models whose prompts are seen in both directions."""
+    if layout.has_bidirectional_prompts is not True:
+        return work
+    root = prompt_root(work.root, work.token_ids[: work.bidirectional_tokens], work.media)
+    return msgspec.structs.replace(work, root=root, tenant_root=work.root)
 
 
 class Pull(msgspec.Struct, frozen=True, kw_only=True):

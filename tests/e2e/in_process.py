@@ -76,10 +76,12 @@ async def served(
     roles: Sequence[Role] = ("prefill", "decode"),
     wrap: Wrap = _unchanged,
     instance: Mapping[str, Any] = MappingProxyType({}),
+    decode: Mapping[str, Any] = MappingProxyType({}),
     **settings: Any,
 ) -> AsyncIterator[httpx.AsyncClient]:
     """A client of a router with an instance of each of `roles`, float32, every prompt handed off in chunks. `settings`
-    are the router's, `instance` those of instances; `wrap` may put something around what these do with requests."""
+    are the router's, `instance` those of instances, over which `decode` goes for those of that role; `wrap` may put
+    something around what these do with requests."""
     # The router's, which is there for all, and those of instances.
     of_router, lifecycles = Lifecycle(), [Lifecycle() for _ in roles]
     registry = f"memory://127.0.0.1:{free_port()}"
@@ -96,7 +98,8 @@ async def served(
         )
         for number, (role, lifecycle) in enumerate(zip(roles, lifecycles, strict=True)):
             name = f"{role}-{roles[:number].count(role)}"
-            own = instance_settings(model, registry, name, transport, **instance)
+            values = {**instance, **(decode if role == "decode" else {})}
+            own = instance_settings(model, registry, name, transport, **values)
             await InstanceProcess(own, role, partial(_handler, wrap, role)).start(lifecycle)
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30.0) as client:
             yield client

@@ -20,6 +20,7 @@ from tests.vision_families import FAMILIES, VisionReference, write_vision_model
 pytestmark = pytest.mark.slow
 
 COUNT = 10
+REPLAYED: dict[str, Any] = {"wrap": Breaking, "retry_budget": 1000.0}
 A, B = picture(1, size=(40, 30)), picture(2, size=(70, 20))
 CHATS: list[Content] = [
     [A, "What is it, and where does the river end?"],
@@ -45,20 +46,20 @@ def wanted_of(reference: VisionReference, content: Content) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("transport", "roles", "breaks"),
+    ("transport", "roles", "more"),
     [
-        ("usm", ["prefill", "decode", "encode"], False),
-        ("zeromq", ["prefill", "decode", "encode"], False),
-        ("zeromq", ["prefill", "decode"], True),
-        ("usm", ["unified"], False),
+        ("usm", ["prefill", "decode", "encode"], {}),
+        ("zeromq", ["prefill", "decode", "encode"], {}),
+        ("zeromq", ["prefill", "decode"], REPLAYED),
+        ("usm", ["prefill", "decode"], {"decode": {"block_size": 8}}),
+        ("usm", ["unified"], {}),
     ],
-    ids=["encode_usm", "encode_zeromq", "replayed", "unified"],
+    ids=["encode_usm", "encode_zeromq", "replayed", "different_blocks", "unified"],
 )
 def test_answers_equal_transformers(
-    model: tuple[Path, VisionReference], transport: str, roles: list[Role], breaks: bool
+    model: tuple[Path, VisionReference], transport: str, roles: list[Role], more: dict[str, Any]
 ) -> None:
     folder, reference = model
-    more: dict[str, Any] = {"wrap": Breaking, "retry_budget": 1000.0} if breaks else {}
     step = {"max_num_batched_tokens": 120, "embedding_cache_gb": 0.01, "max_model_len": 400}
 
     async def ask() -> list[dict[str, Any]]:
@@ -69,7 +70,9 @@ def test_answers_equal_transformers(
             await until_ready(client, len(roles))
             answers = []
             for content in [*CHATS, *CHATS]:
-                answer = await client.post("/v1/chat/completions", json=body_of(content, max_tokens=COUNT))
+                answer = await client.post(
+                    "/v1/chat/completions", json=body_of(content, max_tokens=COUNT), headers={"x-baton-explain": "1"}
+                )
                 assert answer.status_code == 200, answer.text
                 answers.append(dict(answer.json()))
             if "encode" in roles:
@@ -86,5 +89,7 @@ def test_answers_equal_transformers(
     answers = asyncio.run(ask())
     assert [tokens_of(answer) for answer in answers] == [wanted_of(reference, content) for content in CHATS] * 2
     cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-    if not breaks:
+    if more != REPLAYED:
         assert not any(cached[:4]) and all(cached[4:7])
+        decisions = {answer["baton"]["decision"] for answer in answers}
+        assert decisions == {"unified" if roles == ["unified"] else "disaggregated"}

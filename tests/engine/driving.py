@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
-from baton_serve.contracts.block_hash import prompt_root, root_hash
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
@@ -52,14 +51,6 @@ def make_work(
         sequences=list(range(sequences)),
         itl_s=itl_s,
     )
-
-
-def rooted(engine: Engine, work: Work) -> Work:
-    """Return `work` with the root of its block hashes as the router sends it, also if that depends on the prompt."""
-    if engine.layout.has_bidirectional_prompts is not True:
-        return work
-    root = prompt_root(work.root, work.token_ids[: work.num_prompt_tokens], work.media)
-    return msgspec.structs.replace(work, root=root, tenant_root=work.root)
 
 
 def run(engine: Engine, see: Callable[[StepResult], None] = lambda result: None) -> Answers:

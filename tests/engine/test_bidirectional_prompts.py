@@ -10,8 +10,10 @@ import msgspec
 import pytest
 
 from baton_serve import BeamSearchParams, SamplingParams
+from baton_serve.contracts.messages import Work, with_prompt_root
+from baton_serve.engine import Engine
 from baton_serve.engine.errors import RequestError
-from tests.engine.driving import make_engine, make_work, rooted, run
+from tests.engine.driving import make_engine, make_work, run
 from tests.engine.test_image_families import COUNT, GREEDY, Chat, ask, loaded
 from tests.images import data_url, picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
@@ -33,6 +35,10 @@ class Known:
 @pytest.fixture(scope="module", params=["paligemma", "paligemma2"])
 def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Known]:
     yield Known(request.param, tmp_path_factory.mktemp(request.param))
+
+
+def work_of(engine: Engine, name: str, tokens: list[int], **sampling: Any) -> Work:
+    return with_prompt_root(make_work(engine, name, tokens, **sampling), engine.layout)
 
 
 def test_only_equal_prompts_share_blocks(known: Known) -> None:
@@ -81,20 +87,20 @@ def test_a_prompt_of_text_sees_itself_in_both_directions(known: Known) -> None:
     tokens, answer = known.reference.answer(text, [], COUNT)
     with make_engine(known.folder, block_size=8) as engine:
         for name in "ab":
-            engine.add(rooted(engine, make_work(engine, name, tokens, max_tokens=COUNT, ignore_eos=True)))
+            engine.add(work_of(engine, name, tokens, max_tokens=COUNT, ignore_eos=True))
             assert run(engine)[name, 0] == answer
 
 
 def test_refused_prompts_name_the_remedy(known: Known) -> None:
     with make_engine(known.folder, block_size=8, max_num_batched_tokens=40, max_num_seqs=4) as engine:
         assert engine.limits.max_whole_tokens == 36
-        fits = rooted(engine, make_work(engine, "fits", [5] * 36, max_tokens=2))
+        fits = work_of(engine, "fits", [5] * 36, max_tokens=2)
         engine.add(fits)
         run(engine)
         with pytest.raises(RequestError, match=r"37 tokens.* the maximum is 36: raise max_num_batched_tokens"):
-            engine.add(rooted(engine, make_work(engine, "long", [5] * 37, max_tokens=2)))
+            engine.add(work_of(engine, "long", [5] * 37, max_tokens=2))
         with pytest.raises(RequestError, match="prompt_logprobs is not possible with this model"):
-            engine.add(rooted(engine, make_work(engine, "logprobs", [5] * 9, max_tokens=2, prompt_logprobs=1)))
+            engine.add(work_of(engine, "logprobs", [5] * 9, max_tokens=2, prompt_logprobs=1))
         with pytest.raises(RequestError, match="not that of the prompt"):
             engine.add(make_work(engine, "root", [5] * 9, max_tokens=2))
         longer = msgspec.structs.replace(fits, request_id="more", token_ids=[*fits.token_ids, 6])

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from baton_serve import LLM, SamplingParams
 from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, digest_of
-from baton_serve.contracts.messages import Work
+from baton_serve.contracts.messages import Work, with_prompt_root
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
@@ -23,7 +23,7 @@ from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision import load_images
 from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.engine.model.vision.tower import load_tower
-from tests.engine.driving import hand_over, make_engine, make_work, rooted, run
+from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.images import picture
 from tests.vision_families import FAMILIES, VisionReference, write_vision_model
 
@@ -76,7 +76,7 @@ def work_of(engine: Engine, name: str, tokens: list[int], spans: Sequence[MediaS
     values = {"max_tokens": COUNT, "ignore_eos": True, "num_prompt_tokens": len(tokens), **more}
     generated = values.pop("generated", [])
     work = make_work(engine, name, tokens + generated, **values)
-    return rooted(engine, msgspec.structs.replace(work, media=list(spans)))
+    return with_prompt_root(msgspec.structs.replace(work, media=list(spans)), engine.layout)
 
 
 def spans_of(tiny: Tiny, number: int) -> list[MediaSpan]:
@@ -173,7 +173,7 @@ def test_handoff_replay_and_preemption(tiny: Tiny) -> None:
         assert engine.stats().preemptions > 0
 
 
-@pytest.mark.parametrize("tiny", ["mistral3", "internvl", "gemma3"], indirect=True)
+@pytest.mark.parametrize("tiny", ["mistral3", "internvl", "gemma3", "paligemma"], indirect=True)
 @pytest.mark.parametrize("prefix", ["", "model."])
 def test_towers_are_found_under_all_names_and_beside_quantized_decoders(
     tiny: Tiny, prefix: str, tmp_path: Path

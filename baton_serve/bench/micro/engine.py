@@ -40,7 +40,7 @@ from baton_serve.bench.micro.engine_shapes import (
 from baton_serve.bench.report import Row, show
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
-from baton_serve.contracts.messages import Work
+from baton_serve.contracts.messages import Work, with_prompt_root
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.engine import Engine, EngineConfig, ModelError, device
 
@@ -98,7 +98,7 @@ class Prompts:
         self._next += 1
         draw, layout = np.random.default_rng([number, length]), self._layout
         lora = self._adapters[number % len(self._adapters)]
-        return Work(
+        work = Work(
             request_id=RequestId(f"{id(self)}-{self._next}"),
             token_ids=draw.integers(0, self._vocab_size, length).tolist(),
             num_prompt_tokens=length,
@@ -108,6 +108,7 @@ class Prompts:
             ),
             lora=lora,
         )
+        return with_prompt_root(work, layout)
 
 
 def measure_limits(target: torch.device) -> DeviceSpeeds:

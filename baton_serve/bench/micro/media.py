@@ -33,7 +33,7 @@ from baton_serve.bench.serving.datasets import random_image
 from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.media import MediaSpan, digest_of
-from baton_serve.contracts.messages import Work
+from baton_serve.contracts.messages import Work, with_prompt_root
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.contracts.vision import image_family, num_embeddings
 from baton_serve.contracts.vision.facts import ModelFacts
@@ -89,7 +89,7 @@ class Works:
             sampling=SamplingSpec(seed=0, max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
             root=self._root,
         )
-        return msgspec.structs.replace(work, media=media)
+        return with_prompt_root(msgspec.structs.replace(work, media=media), self.engine.layout)
 
     def read(self, file: bytes) -> Pixels:
         """Decode and preprocess a file as an instance does, which keeps recent ones decoded."""

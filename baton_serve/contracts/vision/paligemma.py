@@ -1,4 +1,8 @@
-"""PaliGemma 1 and 2. All images have one size, and all tokens of a prompt attend to each other in both directions."""
+"""PaliGemma 1 and 2. All images have one size, and all tokens of a prompt attend to each other in both directions.
+
+transformers counts the positions of these models from 1. Rotary embeddings see differences of positions only, so that
+Baton counts from 0 as everywhere.
+"""
 
 import msgspec
 

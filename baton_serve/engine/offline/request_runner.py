@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 
 from baton_serve.contracts import sampling
-from baton_serve.contracts.block_hash import prompt_root, root_hash
+from baton_serve.contracts.block_hash import root_hash
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.media import MediaSpan
-from baton_serve.contracts.messages import TokenLogprobs, Work
+from baton_serve.contracts.messages import TokenLogprobs, Work, with_prompt_root
 from baton_serve.engine.core.outputs import SequenceOutput
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import EngineError, RequestError
@@ -224,22 +224,18 @@ class RequestRunner:
         beam `number`. `params_on_engine` are its sampling parameters; `request_id` is the caller's id."""
         layout, prompted = self._engine.layout, request.prompted
         token_ids = prompted.token_ids + generated
-        tenant_root = root = root_hash(
-            fingerprint=layout.fingerprint,
-            kv_dtype=layout.dtype,
-            block_tokens=layout.block_tokens,
-            lora=prompted.lora,
-        )
-        if layout.has_bidirectional_prompts is True:
-            root = prompt_root(tenant_root, prompted.token_ids, prompted.media)
         work = Work(
             request_id=engine_id,
             token_ids=token_ids,
             # Tokens of a beam count as prompt: the engine would otherwise count them against max_tokens.
             num_prompt_tokens=len(token_ids),
             sampling=params_on_engine,
-            root=root,
-            tenant_root=tenant_root,
+            root=root_hash(
+                fingerprint=layout.fingerprint,
+                kv_dtype=layout.dtype,
+                block_tokens=layout.block_tokens,
+                lora=prompted.lora,
+            ),
             num_bidirectional_tokens=len(prompted.token_ids),
             # Each beam is a request of its own with one sequence.
             sequences=[0] if request.beams is not None else list(range(prompted.params.width)),
@@ -247,6 +243,7 @@ class RequestRunner:
             lora=prompted.lora,
             media=prompted.media,
         )
+        work = with_prompt_root(work, layout)
         self._engine.add(work, pixels=prompted.pixels, logits_processors=prompted.params.processors())
         request.engine_ids.append(engine_id)
         self._origins[engine_id] = (request_id, number)
