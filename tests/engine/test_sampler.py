@@ -83,6 +83,16 @@ def test_greedy_takes_the_largest(logits: torch.Tensor) -> None:
     assert sample(logits, make_row([1], temperature=0.0)) == [int(logits.argmax())]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_takes_the_first_of_equals(dtype: torch.dtype) -> None:
+    rows = torch.randn(5, VOCAB).round().to(dtype)  # whole numbers, of which several are equal
+    rows[3] = float("-inf")
+    rows[4, [9, 30]] = float("inf")
+    expected = rows.max(dim=-1).indices.tolist()
+    assert sample(rows, *(make_row([1], temperature=0.0) for _ in rows)) == expected
+    assert expected[3:] == [0, 9]
+
+
 @pytest.mark.parametrize("sampling", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {}])
 def test_a_row_that_is_no_numbers_has_no_token(logits: torch.Tensor, sampling: dict[str, Any]) -> None:
     broken = logits.repeat(2, 1)

