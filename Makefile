@@ -83,8 +83,10 @@ test: setup-tests
 
 # Also where the environment forbids it, Python keeps compiled modules: to import torch and transformers takes twice the time without.
 $(PARTS): export PYTHONDONTWRITEBYTECODE :=
-# Threads of one product that wait for each other spin for long where other parts have the cores. Instances are started with the same.
+# Threads that wait for each other spin for long where other parts have the cores. Instances are started with the same. numpy, whose
+# products Triton's interpreter uses, has one thread; torch has as many as anywhere.
 $(PARTS): export GOMP_SPINCOUNT := 2000
+$(PARTS): export OPENBLAS_NUM_THREADS := 1
 
 # One process: they share transformers' answers.
 test-engine:
