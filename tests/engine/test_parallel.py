@@ -119,7 +119,6 @@ def test_a_process_maps_memory_for_one_group_alone(tmp_path: Path, monkeypatch: 
         ("qwen3_5", 3, ConfigError, r"does not divide the heads of linear attention \(2\) .* that works is 2"),
         ("zamba2", 2, UnsupportedModelError, "share weights .* the largest number that works is 1"),
         ("mamba", 2, UnsupportedModelError, "whose kinds are not divided; the largest number that works is 1"),
-        ("llama4_text", 2, UnsupportedModelError, "experts whose weights .* the largest number that works is 1"),
         ("llama", 0, ConfigError, "tensor_parallel_size is 0"),
     ],
 )

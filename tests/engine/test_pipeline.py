@@ -52,8 +52,12 @@ def test_greedy_tokens_equal_transformers(settings: dict[str, Any], references: 
         assert ask(engine, reference.prompts) == reference.answers
 
 
-# Layers of transformers and fused ones; a shared head; windows by layer; scaled embeddings; experts; latents.
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "granite", "phi3", "gemma3"])
+# Layers of transformers and fused ones; a shared head; windows by layer; scaled embeddings; experts; latents; chunks;
+# an indexer.
+@pytest.mark.parametrize(
+    "family",
+    ["gemma2", "gpt2", "qwen3_moe", "deepseek_v3", "granite", "phi3", "gemma3", "llama4_text", "deepseek_v32"],
+)
 def test_families(family: str, references: References) -> None:
     reference = references(family)
     with make_engine(reference.folder, max_num_batched_tokens=24, pipeline_parallel_size=2) as engine:
@@ -377,8 +381,8 @@ def test_cancelled_while_steps_are_in_the_stages(references: References) -> None
         ("llama", {"pipeline_layer_partition": "3"}, ConfigError, "set pipeline_parallel_size too"),
         ("llama", {"pipeline_parallel_size": 2, "enable_lora": True}, ConfigError, "enable_lora"),
         ("zamba2", {"pipeline_parallel_size": 2}, UnsupportedModelError, "share weights"),
-        ("llama4_text", {"pipeline_parallel_size": 2}, UnsupportedModelError, "attend in chunks"),
-        ("glm_moe_dsa", {"pipeline_parallel_size": 2}, UnsupportedModelError, "through an indexer"),
+        ("gemma4", {"pipeline_parallel_size": 2}, UnsupportedModelError, "read the KV of other layers"),
+        ("glm_moe_dsa", {"pipeline_parallel_size": 2}, UnsupportedModelError, "indexer of another layer"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -80,6 +80,7 @@ OWN = [
     "gpt_neox",
     "gptj",
     "hunyuan_v1_moe",
+    "llama4_text",
     "mimo_v2_flash",
     "minicpm3",
     "nemotron",

@@ -107,7 +107,6 @@ def refuse_ranks(name: str, text_config: HfConfig, shard: Shard) -> None:
     """Raise `UnsupportedModelError` if tensor parallelism is on and a model of this type cannot be divided."""
     reasons = {
         "zamba2": "share weights to which each adds an adapter of its own, which cannot be divided over ranks",
-        "llama4_text": "have experts whose weights lie in an order that is not divided over ranks",
     }
     if not shard.is_whole and (reason := reasons.get(text_config.model_type)):
         raise UnsupportedModelError(
@@ -136,11 +135,10 @@ def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
     cannot be divided into stages: for example, if it has layers that read the KV of other layers."""
     if stage.is_whole:
         return
-    types = set(getattr(text_config, "layer_types", None) or ())
+    types_of_indexers = getattr(text_config, "indexer_types", None) or ()
     reasons = {
         "share weights, and read the embedding too": text_config.model_type in ("zamba", "zamba2"),
-        # Their layers read values that the whole model prepares: chunks of the batch, or the tokens of an indexer.
-        "attend in chunks or through an indexer": bool(types & {"chunked_attention", "indexed_attention"}),
+        "read the tokens that the indexer of another layer chooses": "shared" in types_of_indexers,
         "have two attention modules each": text_config.model_type == "longcat_flash",
         "attend to the output of an encoder": cross_port(text_config) is not None,
         "read the KV of other layers": bool(getattr(text_config, "num_kv_shared_layers", 0)),

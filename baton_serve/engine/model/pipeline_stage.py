@@ -255,8 +255,10 @@ class StagedModule:
         `UnsupportedModelError` if its class does not name the part of it without the head.
         """
         self._stage = stage
-        name = cast(Any, module).base_model_prefix
-        if not isinstance(getattr(module, name or "-", None), nn.Module):
+        # Llama 4 names a part that its text model lacks.
+        names = (cast(Any, module).base_model_prefix, "model")
+        name = next((one for one in names if one in module._modules), None)
+        if name is None:
             raise UnsupportedModelError(
                 "its class does not name its decoder (base_model_prefix), so it cannot be divided into stages: set"
                 " pipeline_parallel_size to 1"
@@ -294,7 +296,10 @@ class StagedModule:
         finally:
             self._received = None
         if not isinstance(hidden, Tensor) or hidden.dim() != 3:
-            raise UnsupportedModelError("its layers pass on more than one row for each token")
+            raise UnsupportedModelError(
+                "its layers pass on more than one row for each token, so it cannot be divided into stages: set"
+                " pipeline_parallel_size to 1"
+            )
         return hidden[0]
 
     def head(self, hidden: Tensor) -> Tensor:

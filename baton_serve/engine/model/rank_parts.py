@@ -345,7 +345,7 @@ class _Splitter:
         first, last = (getattr(module, leaf, None) for leaf in WEIGHTS)
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
-        is_transposed = type(module).__name__ in TRANSPOSED
+        is_transposed, has_halves = kind in TRANSPOSED, kind == "Llama4TextExperts"
         # `TRANSPOSED` also decides how gate and up lie in the weight. A class that contradicts it was not compared.
         if getattr(module, "is_transposed", is_transposed) != is_transposed:
             return None
@@ -353,10 +353,11 @@ class _Splitter:
         has_identities = isinstance(getattr(module, "identity_expert", None), nn.Identity)
         if has_identities and self._shard.rank > 0:
             self.parts.silent.append(f"{name}.identity_expert")
-        if self._by_expert and not has_identities:
+        # Experts of Llama 4 take tokens in the order of experts, of which all are there.
+        if self._by_expert and not has_identities and not has_halves:
             self._split_by_expert(name, module)
             return ""
-        outputs, inputs = (2, 1) if is_transposed else (1, 2)
+        outputs, inputs = (2, 1) if is_transposed or has_halves else (1, 2)
         width = last.shape[inputs]
         part = self._width(width)
         # gpt-oss has the gate and the other product of a column as neighbours; all others have two halves.
