@@ -29,6 +29,8 @@ from baton_serve.kvtransfer.ladder import Verdict
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.node import NodePorts, TransferNode
 from baton_serve.kvtransfer.probing.running import probe_here
+from baton_serve.kvtransfer.ranks.node import RankedTransferNode
+from baton_serve.kvtransfer.ranks.port import LocalRank, RankPort, part_layout
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import PeerAccess, TransferSettings
 from baton_serve.kvtransfer.transports.memory import InProcess
@@ -40,11 +42,14 @@ __all__ = [
     "HostMemory",
     "InProcess",
     "Incomplete",
+    "LocalRank",
     "LocalTransferError",
     "NodeClosed",
     "NodePorts",
     "PeerAccess",
     "PeerLost",
+    "RankPort",
+    "RankedTransferNode",
     "Refused",
     "ReleaseReason",
     "RemoteTransferError",
@@ -60,6 +65,7 @@ __all__ = [
     "Translation",
     "UnknownTicket",
     "Verdict",
+    "part_layout",
     "probe_here",
     "this_host",
 ]

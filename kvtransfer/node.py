@@ -159,13 +159,14 @@ class TransferNode:
         """
         await self._consuming.connections.warm(address)
 
-    def open(self, ticket: Ticket) -> None:
-        """Start serving the blocks of a ticket. A fetch of it that arrived before is served now.
+    def open(self, ticket: Ticket, on_fetched: Callable[[], None] | None = None) -> None:
+        """Start serving the blocks of a ticket. A fetch of it that arrived before is served now. `on_fetched` is called
+        after each attempt of the consumer to fetch the blocks has arrived.
 
         Raises `UnknownTicket` if the ticket names another instance or generation as its source, and
         `LocalTransferError` if it was opened before.
         """
-        self._producing.open(ticket)
+        self._producing.open(ticket, on_fetched)
 
     def publish(self, ticket: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         """Offer computed blocks (hash, block number in this node's memory) to the consumer of an open ticket. The

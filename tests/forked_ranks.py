@@ -6,6 +6,7 @@ by `test_parallel.py`, with `as_program`.
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import multiprocessing.forkserver as stdlib
 import os
@@ -19,11 +20,16 @@ from typing import Any
 
 import psutil
 
+from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel
 from baton_serve.engine.parallel.commands import CommandAnswer
+from baton_serve.engine.step import cache_sizing
 
 as_program = ranks._start
+OWN_MEMORY = "BATON_TEST_OWN_KV_MEMORY"
+"""Environment variable: if it is set, ranks on CPUs keep their parts of blocks in memory of their own, as on devices,
+and whole blocks in a mirror."""
 
 
 class _Forked:
@@ -50,8 +56,9 @@ class _Forked:
 
 def as_fork(number: int, program: str) -> ranks._Rank:
     """Start the rank `number` as a fork; stands in for `ranks._start`. Ranks of pooling models stay programs."""
-    if program != ranks.DECODER_RANK:
+    if program == ranks.POOLING_RANK:
         return as_program(number, program)
+    use_own_memory()
     if multiprocessing.parent_process() is None:
         from tests.forking import forks
 
@@ -61,7 +68,7 @@ def as_fork(number: int, program: str) -> ranks._Rank:
     ours, its = socket.socketpair()
     outputs = [Connection(os.dup(descriptor), readable=False) for descriptor in (1, 2)]
     with its:
-        arguments = (its, os.getpid(), dict(os.environ), *outputs)
+        arguments = (program, its, os.getpid(), dict(os.environ), *outputs)
         process = multiprocessing.get_context("forkserver").Process(target=_run, args=arguments)
         process.start()
     for output in outputs:
@@ -84,8 +91,24 @@ def _name(parent: int) -> str:
     return f"rank {parent}"
 
 
+def use_own_memory() -> None:
+    """Keep the KV caches of this process's ranks in memory of their own, if the environment says so."""
+    if os.environ.get(OWN_MEMORY):
+
+        def mirrored(*arguments: Any, **settings: Any) -> KVCache:
+            return KVCache(*arguments, **settings | {"place": "mirrored"})
+
+        for module in (cache_sizing, tp_worker):
+            module.KVCache = mirrored  # type: ignore[attr-defined]
+
+
 def _run(
-    connection: socket.socket, parent: int, variables: Mapping[str, str], out: Connection, error: Connection
+    program: str,
+    connection: socket.socket,
+    parent: int,
+    variables: Mapping[str, str],
+    out: Connection,
+    error: Connection,
 ) -> None:
     gc.freeze()
     gc.enable()
@@ -96,7 +119,8 @@ def _run(
     os.environ.clear()
     os.environ.update(variables)
     Path("/proc/self/comm").write_text(_name(parent))
-    os._exit(tp_worker.main([str(connection.detach()), str(parent)]))
+    use_own_memory()
+    os._exit(importlib.import_module(program).main([str(connection.detach()), str(parent)]))
 
 
 ranks._start = as_fork

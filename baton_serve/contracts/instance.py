@@ -96,6 +96,16 @@ class AdapterRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The parent of the adapter in the list of models; None: the name of the model."""
 
 
+class RankTransfers(msgspec.Struct, frozen=True):
+    """How the ranks of an instance send their parts of KV blocks. Two instances can exchange parts if their `division`
+    is equal: it is a hash of the layout and of every rank's part.
+    """
+
+    division: str
+    addresses: list[str]
+    """Address of the ZeroMQ ROUTER socket of each rank."""
+
+
 class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of an instance in the registry, by which routers find it. It expires after a TTL unless it is renewed
     with the current `load`."""
@@ -133,5 +143,7 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     instance is ready. Prefill instances of versions before this field register without it."""
     wrong_kernels: list[str] = []
     """Operations whose kernels were wrong on the instance's device at its start, and are not used."""
+    rank_transfers: RankTransfers | None = None
+    """Set if each rank can send its part of the blocks itself. Older instances register without it."""
     pooling: PoolingProfile | None = None
     """Set if the model computes vectors. Such an instance generates no text, and its blocks are empty."""

@@ -42,6 +42,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Request whose prompt is transferred; used in log messages only."""
     source_layout: KVLayout | None = None
     source_root: BlockHash = BlockHash(b"")
+    source_ranks: list[str] = []
+    """Addresses of the source's ranks, if each can send its part of the blocks to the same rank of the sink."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):

@@ -72,20 +72,25 @@ class Engine:
         progress: LoadProgress | None = None,
         on_lost: OnLost | None = None,
         remote: RemoteRanks | None = None,
+        rank_program: str | None = None,
     ) -> None:
         """Load the model, allocate the KV cache and warm up; this takes seconds to minutes.
 
         `progress` is called with the name of the current phase and its finished fraction, from 0 to 1. `on_lost` is
         called from another thread when the process of another rank has exited; then the engine can only be closed.
-        `remote` connects the ranks on other hosts, if `nnodes` is more than 1. Raises `ConfigError`, `ModelError`,
-        `CapacityError`, `AdapterError`, or `ChannelError` if a host is missing.
+        `remote` connects the ranks on other hosts, if `nnodes` is more than 1. `rank_program` is the module that the
+        other ranks run, if they move their parts of blocks between instances (`part_links`). Raises `ConfigError`,
+        `ModelError`, `CapacityError`, `AdapterError`, or `ChannelError` if a host is missing.
         """
         config.check()
         self._profiler = TorchProfiler()
         # The other ranks load at the same time as this one, so they are started first.
-        self._ranks = Ranks(config, on_lost, remote)
+        self._ranks = Ranks(config, on_lost, remote, program=rank_program)
         try:
             self._load(config, progress or (lambda what, fraction: None))
+            self.part_links = self._ranks.connect_parts(self.kv)
+            """The connections to the transfers of the other ranks, which the caller owns; empty if only whole blocks
+            are moved."""
         except BaseException:
             self._ranks.close()
             raise
@@ -208,20 +213,29 @@ class Engine:
         mode: Mode = "generate",
         pixels: Pixels = NO_PIXELS,
         logits_processors: tuple[LogitsProcessor, ...] = (),
+        sends_parts: bool = False,
     ) -> None:
         """Queue a request. `pixels` are the preprocessed images of the prompt, as `image_reader` returns them.
         `logits_processors` are called in the engine's thread, for each token.
 
         With mode `generate`, the whole answer is generated here. With `prefill`, the prompt is computed and the first
         token of each sequence is sampled; the KV blocks are kept for another instance until `release` or, if the
-        request fails, `cancel`. Raises `RequestError` if the request can never be served.
+        request fails, `cancel`. With `sends_parts` each rank sends its part of them, so that they are whole in the
+        memory that `kv` shows only after `mirror`. Raises `RequestError` if the request can never be served.
         """
         self._check(work)
         check_images(work, self._images, pixels)
         parent = self._table.add(work, mode, time.monotonic())
         give_images(parent.request, self._images, pixels)
         parent.request.logits_processors = logits_processors
+        if sends_parts:
+            self._mirror_refs.leave_to_ranks(work.request_id)
         self._table.enqueue(parent)
+
+    def mirror(self, request_id: RequestId) -> None:
+        """Make the computed blocks of a request that was added with `sends_parts` whole in the memory that `kv` shows,
+        and later ones as they are computed. An unknown id is ignored."""
+        self._mirror_refs.copy_waiting(request_id)
 
     def reserve(self, work: Work) -> Reservation | None:
         """Allocate KV blocks for the prompt of a request that a prefill worker computes. Return the hashes and indexes
@@ -239,10 +253,12 @@ class Engine:
             self.kv.mark(block for _, block in reservation.missing)
         return reservation
 
-    def mark_received(self, request_id: RequestId, names: Iterable[BlockHash]) -> None:
-        """Record that the KV of these blocks of a reservation has arrived and was verified, in the memory that `kv`
-        shows to transports."""
-        self._mirror_refs.copy_to_device(self._reservations.mark_received(request_id, names))
+    def mark_received(self, request_id: RequestId, names: Iterable[BlockHash], *, in_parts: bool = False) -> None:
+        """Record that the KV of these blocks of a reservation has arrived and was verified: in the memory that `kv`
+        shows to transports or, with `in_parts`, in the memory of each rank."""
+        blocks = self._reservations.mark_received(request_id, names)
+        if not in_parts:
+            self._mirror_refs.copy_to_device(blocks)
 
     def admit(self, request_id: RequestId, first_tokens: Mapping[int, int]) -> None:
         """Start to decode a reserved request. `first_tokens` are the tokens that the prefill worker sampled, by

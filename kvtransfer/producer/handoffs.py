@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from baton_serve.contracts.identity import Generation, InstanceId, TicketId
@@ -19,7 +19,7 @@ SinkKey = tuple[TicketId, InstanceId, Generation]
 class Handoff:
     """One served ticket: its state machine (`session`), the name of the transport that carries its blocks, the bytes
     served, and the future `released`, which resolves when the blocks may be freed. `released` is None until the ticket
-    is opened.
+    is opened. `on_fetched` is called after each attempt of the consumer has arrived.
     """
 
     def __init__(self, key: SinkKey, session: ProducerSession) -> None:
@@ -27,6 +27,7 @@ class Handoff:
         self.session = session
         self.transport = ""
         self.released: asyncio.Future[ReleaseReason] | None = None
+        self.on_fetched: Callable[[], None] | None = None
         self.served_bytes = 0
 
 

@@ -55,7 +55,7 @@ class ProducerSide:
         self._connections = ConsumerConnections(context, on_message=self._handle, on_lost=self._on_lost)
         self.address = self._connections.address
 
-    def open(self, ticket: Ticket) -> None:
+    def open(self, ticket: Ticket, on_fetched: Callable[[], None] | None = None) -> None:
         """Start serving a ticket: the consumer that it names may fetch blocks. See `TransferNode.open`
         for the details.
         """
@@ -73,6 +73,10 @@ class ProducerSide:
         handoff, now = self._handoffs.get(key), context.clock()
         if handoff is None:
             handoff = self._handoffs.add(key, ProducerSession(now=now, limits=context.limits, ticket=ticket))
+        elif on_fetched is not None:
+            # The fetch came first. Not at once, because the caller has not finished its own part of opening.
+            context.loop.call_soon(on_fetched)
+        handoff.on_fetched = on_fetched
         self._handoffs.open(handoff, released)
         self._apply(handoff, handoff.session.open(ticket, now))
 
@@ -204,6 +208,8 @@ class ProducerSide:
             # The earlier attempt may have used another connection: nothing of it must leave any more.
             self._connections.drop(fetch.ticket)
             handoff.transport = fetch.transport
+            if handoff.on_fetched is not None:
+                context.loop.call_soon(handoff.on_fetched)
         pulls = context.transports[fetch.transport].pulls
         self._apply(handoff, handoff.session.fetch(fetch, link=link.number, pulls=pulls, now=now, parts=link.parts))
         if fetch.partial and self.on_fetch is not None and handoff.released is None and fetch.attempt == 1:

@@ -32,9 +32,9 @@ from baton_serve.services.instance.ports import (
     CompletedFetch,
     EngineStats,
     HandoffCounter,
+    HandoffSinkPort,
     Reservation,
     RouterPort,
-    SinkPort,
 )
 from baton_serve.services.instance.request_server import RoleMessage
 
@@ -56,7 +56,7 @@ class DecodeHandler:
     def __init__(
         self,
         engine: EngineCalls,
-        transfer: SinkPort,
+        transfer: HandoffSinkPort,
         router: RouterPort,
         puller: PullPort,
         *,
@@ -142,6 +142,7 @@ class DecodeHandler:
                     ticket,
                     reservation.missing,
                     on_blocks=admission.arrivals.add,
+                    on_rank_blocks=admission.arrivals.add_in_parts,
                     on_end=admission.begin,
                     translation=make_translation(ticket, request.work, reservation),
                 )

@@ -29,24 +29,42 @@ class ArrivedBlocks:
         self._engine = engine
         self._request_id = request.work.request_id
         self._names: list[BlockHash] = []
+        self._in_parts: list[BlockHash] = []
 
     def add(self, names: list[BlockHash]) -> None:
-        """Add the hashes of blocks that have just arrived. Report all collected ones to the engine once there are
+        """Add the hashes of whole blocks that have just arrived. Report all collected ones to the engine once there are
         `MIN_BLOCKS_PER_REPORT`.
         """
         self._names += names
         if len(self._names) >= MIN_BLOCKS_PER_REPORT:
             self.flush()
 
-    def take(self) -> list[BlockHash]:
-        """Return the hashes that were collected and not reported to the engine yet, and forget them."""
+    def add_in_parts(self, names: list[BlockHash]) -> None:
+        """Add the hashes of blocks whose parts have just arrived on all ranks; otherwise as `add`."""
+        self._in_parts += names
+        if len(self._in_parts) >= MIN_BLOCKS_PER_REPORT:
+            self.flush()
+
+    def take(self) -> Callable[[EnginePort], None] | None:
+        """Return the report of the blocks that were collected and not reported yet, for the engine's thread, and forget
+        them; None if there are none.
+        """
         names, self._names = self._names, []
-        return names
+        in_parts, self._in_parts = self._in_parts, []
+        request_id = self._request_id
+
+        def report(engine: EnginePort) -> None:
+            if names:
+                engine.mark_received(request_id, names)
+            if in_parts:
+                engine.mark_received(request_id, in_parts, in_parts=True)
+
+        return report if names or in_parts else None
 
     def flush(self) -> None:
         """Report the blocks that were collected and not reported yet to the engine now."""
-        if names := self.take():
-            self._engine.post(lambda engine: engine.mark_received(self._request_id, names))
+        if report := self.take():
+            self._engine.post(report)
 
 
 class HandoffAdmission:
@@ -92,10 +110,11 @@ class HandoffAdmission:
         continuing = {sequence: token for sequence, token in continuing.items() if sequence in request.live}
         if continuing:
             request.is_admitted = True
-            inner, names = request.work.request_id, self.arrivals.take()
+            inner, report = request.work.request_id, self.arrivals.take()
 
             def admit(engine: EnginePort) -> float:
-                engine.mark_received(inner, names)
+                if report is not None:
+                    report(engine)
                 engine.admit(inner, continuing)
                 # The next step starts as soon as all queued commands have run, so this time is close to its start.
                 return self._clock()

@@ -7,7 +7,7 @@ from typing import Protocol
 from baton_serve.contracts.instance import Load
 from baton_serve.contracts.messages import ToInstance
 from baton_serve.engine import Engine, EngineStats
-from baton_serve.kvtransfer import TransferNode
+from baton_serve.kvtransfer import RankedTransferNode
 from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
 from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
@@ -23,7 +23,7 @@ class RoleDependencies:
     """
 
     engine: EngineThread[Engine]
-    transfer: TransferNode
+    transfer: RankedTransferNode
     router: InstanceServer
     counter: TransferMetrics
     puller: Puller

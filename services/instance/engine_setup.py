@@ -24,6 +24,7 @@ from baton_serve.kvtransfer import HostMemory
 from baton_serve.model_source import allowed_plugins
 from baton_serve.services.common.settings.configuration import environment
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import pin_to_cores, renice_threads
+from baton_serve.services.instance.rank_transfers import RANK_PROGRAM
 from baton_serve.services.instance.settings import InstanceSettings
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def build_engine(
     _set_threads(settings)
     config = replace(engine_config(settings, role), weights_version=weights_version)
     with ProgressBar() as progress:
-        engine = Engine(config, progress=progress, on_lost=on_lost, remote=remote)
+        engine = Engine(config, progress=progress, on_lost=on_lost, remote=remote, rank_program=RANK_PROGRAM)
     renice_threads(settings)
     return engine
 

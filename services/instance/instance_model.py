@@ -16,7 +16,7 @@ import torch
 
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import InstanceId, new_generation
-from baton_serve.contracts.instance import InstanceRecord, KernelVerdict, LinkStatus
+from baton_serve.contracts.instance import InstanceRecord, KernelVerdict, LinkStatus, RankTransfers
 from baton_serve.contracts.messages import ToInstance, WeightsSource
 from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
@@ -31,7 +31,7 @@ from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import InstanceError
 from baton_serve.services.instance.model_parts import AnyEngineThread, ModelConnections, ModelParts, ProcessParts
 from baton_serve.services.instance.request_server import Identity
-from baton_serve.services.instance.settings import model_names
+from baton_serve.services.instance.settings import InstanceSettings, model_names
 from baton_serve.services.instance.sleeping_server import SleepingServer
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ class InstanceModel:
             embedding_layout=_embedding_layout(engine),
             can_generate=isinstance(engine, Engine),
             wrong_kernels=list(dict.fromkeys(verdict.operation for verdict in model.wrong_kernels())),
+            rank_transfers=_advertised_ranks(settings, model.rank_transfers),
             pooling=engine.profile if isinstance(engine, PoolingEngine) else None,
         )
         return self._last_record
@@ -293,6 +294,13 @@ class InstanceModel:
                 f"{weights.model} allows {after.max_model_len} tokens, and the loaded model {before.max_model_len}: set"
                 " --max-model-len of the workers"
             )
+
+
+def _advertised_ranks(settings: InstanceSettings, ranks: RankTransfers | None) -> RankTransfers | None:
+    """Return the transfers of ranks with the addresses under which other processes reach them."""
+    if ranks is None:
+        return None
+    return RankTransfers(ranks.division, [advertised(settings, address) for address in ranks.addresses])
 
 
 def _embedding_layout(engine: Engine | PoolingEngine | ImageEncoder) -> KVLayout | None:

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from baton_serve.contracts.block_layout import KVLayout
-from baton_serve.contracts.instance import AdapterRecord, KernelVerdict, LinkStatus, Role
+from baton_serve.contracts.instance import AdapterRecord, KernelVerdict, LinkStatus, RankTransfers, Role
 from baton_serve.contracts.messages import (
     AdapterChanged,
     LoadAdapter,
@@ -26,7 +26,14 @@ from baton_serve.contracts.messages import (
 from baton_serve.engine import Engine
 from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
-from baton_serve.kvtransfer import BlockMemory, NodePorts, PeerAccess, TransferNode, TransferSettings
+from baton_serve.kvtransfer import (
+    BlockMemory,
+    NodePorts,
+    PeerAccess,
+    RankedTransferNode,
+    TransferNode,
+    TransferSettings,
+)
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.lifecycle import Lifecycle
 from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
@@ -53,6 +60,7 @@ from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.pooling_server import PoolingServer
+from baton_serve.services.instance.rank_transfers.start import start_ranks
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, peer_access
 from baton_serve.services.instance.traced_role import TracedRole
@@ -109,7 +117,8 @@ class ModelParts:
         # The process keeps its own settings: its name in requests must not follow the folder of new weights.
         self._settings = msgspec.structs.replace(process.settings, model=weights.model, load_format=weights.load_format)
         self.thread = engine_thread(self._settings, process, weights.version)
-        self.transfer: TransferNode | None = None
+        self.transfer: TransferNode | RankedTransferNode | None = None
+        self.rank_transfers: RankTransfers | None = None
         self._drain_migration: DrainMigration | None = None
         self._adapter_loader: AdapterLoader | None = None
         self._parts = Lifecycle()
@@ -221,8 +230,9 @@ class ModelParts:
         node_settings = transfer_settings(
             settings, connections.key, peer_access(environment()), parts=engine.tail_parts
         )
-        self.transfer = transfer = self._node(engine.layout, engine.kv, node_settings)
-        await transfer.start()
+        whole = self._node(engine.layout, engine.kv, node_settings)
+        await whole.start()
+        self.transfer = transfer = await self._with_ranks(whole, engine, node_settings)
         # The thread has just built this `engine`, so its type is known here.
         thread = cast("EngineThread[Engine]", self.thread)
         sharing = KVSharing(thread, transfer)
@@ -259,6 +269,27 @@ class ModelParts:
         # The engine calls this from another thread: `deliver` passes it on to the event loop.
         engine.on_layer_groups(lambda tail: thread.deliver(serving.on_layer_groups, tail))
         return serving
+
+    async def _with_ranks(self, whole: TransferNode, engine: Engine, settings: TransferSettings) -> RankedTransferNode:
+        """Return the instance's transfers: those of the started node `whole`, and of each rank if ranks have memory of
+        their own. The transfers own the node.
+        """
+        try:
+            started = await start_ranks(
+                engine,
+                self.identity.instance,
+                self.identity.generation,
+                settings=settings,
+                observer=self._process.counter,
+                on_broken=self.thread.give_up,
+            )
+        except BaseException:
+            await whole.close()
+            raise
+        transfer = RankedTransferNode(whole, started.ranks)
+        if started.ranks:
+            self.rank_transfers = RankTransfers(started.division, transfer.rank_addresses)
+        return transfer
 
     def _node(self, layout: KVLayout, memory: BlockMemory, settings: TransferSettings) -> TransferNode:
         """Return a node of this instance that is not started yet."""

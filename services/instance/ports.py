@@ -73,9 +73,12 @@ class EnginePort(SteppingPort, Protocol):
     """The interface of `engine.Engine`, which generates text. Its methods are called only from the engine thread."""
 
     def compile_grammar(self, grammar: str) -> "Future[object]": ...
-    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None: ...
+    def add(
+        self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS, sends_parts: bool = False
+    ) -> None: ...
+    def mirror(self, request_id: RequestId) -> None: ...
     def reserve(self, work: Work) -> Reservation | None: ...
-    def mark_received(self, request_id: RequestId, names: Sequence[BlockHash]) -> None: ...
+    def mark_received(self, request_id: RequestId, names: Sequence[BlockHash], *, in_parts: bool = False) -> None: ...
     def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None: ...
     def admit_locally(self, request_id: RequestId) -> None: ...
     def cancel(self, request_id: RequestId, sequence: int | None = None) -> None: ...
@@ -127,6 +130,14 @@ class SourcePort(Protocol):
     def cancel(self, ticket: TicketId, /) -> None: ...
 
 
+class HandoffSourcePort(SourcePort, Protocol):
+    """The methods of `kvtransfer.RankedTransferNode` that a prefill instance uses; they are documented there. Use it
+    only on the event loop.
+    """
+
+    def open_handoff(self, ticket: Ticket, mirror: Callable[[], Awaitable[None]] | None, /) -> bool: ...
+
+
 class SinkPort(Protocol):
     """The methods of `kvtransfer.TransferNode` that an instance uses to receive KV blocks; they are documented there.
     Use it only on the event loop.
@@ -143,6 +154,23 @@ class SinkPort(Protocol):
         partial: bool = False,
     ) -> Awaitable[CompletedFetch]: ...
     def cancel(self, ticket: TicketId, /) -> None: ...
+
+
+class HandoffSinkPort(Protocol):
+    """The method of `kvtransfer.RankedTransferNode` that a decode instance uses; it is documented there. Use it only on
+    the event loop.
+    """
+
+    def fetch(
+        self,
+        ticket: Ticket,
+        wanted: Sequence[tuple[BlockHash, int]],
+        *,
+        on_blocks: Callable[[list[BlockHash]], None] | None = None,
+        on_rank_blocks: Callable[[list[BlockHash]], None] | None = None,
+        on_end: Callable[["CompletedFetch"], None] | None = None,
+        translation: Translation | None = None,
+    ) -> Awaitable[CompletedFetch]: ...
 
 
 class HandoffCounter(Protocol):

@@ -22,7 +22,7 @@ from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import await_grammar, generate
-from baton_serve.services.instance.ports import EngineStats, HandoffCounter, SourcePort
+from baton_serve.services.instance.ports import EngineStats, HandoffCounter, HandoffSourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
 
@@ -49,7 +49,7 @@ class PrefillHandler:
     def __init__(
         self,
         engine: EngineCalls,
-        transfer: SourcePort,
+        transfer: HandoffSourcePort,
         puller: PullPort,
         *,
         counter: HandoffCounter,
@@ -104,20 +104,24 @@ class PrefillHandler:
         """Return 0: requests that wait for free blocks are in the engine already."""
         return 0
 
-    async def _begin(self, request: AttemptEntry, message: Prefill) -> None:
+    async def _begin(self, request: AttemptEntry, message: Prefill, *, sends_parts: bool = False) -> None:
         """Prepare a request and add it to the engine: compile its grammar, fetch the cached prefix from another
-        instance, and get its images.
+        instance, and get its images. With `sends_parts`, each rank sends its part of the blocks.
         """
         await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
         pixels = await self._images.images(request, message)
-        await self._engine.call(lambda engine: engine.add(request.work, mode="prefill", pixels=pixels))
+        await self._engine.call(
+            lambda engine: engine.add(request.work, mode="prefill", pixels=pixels, sends_parts=sends_parts)
+        )
 
-    async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
+    async def _compute(
+        self, request: AttemptEntry, message: Prefill, observer: HandoffObserver, *, sends_parts: bool
+    ) -> None:
         """Compute the prompt of a request; return when the engine keeps its blocks for the decode instance. `observer`
         sends the blocks as they are computed.
         """
-        await self._begin(request, message)
+        await self._begin(request, message, sends_parts=sends_parts)
         # Shielded: the engine sets this future even after a cancellation, and `_free` must know whether the engine
         # still holds the blocks.
         await asyncio.shield(observer.end)
@@ -134,10 +138,14 @@ class PrefillHandler:
         """Serve a request with a handoff: compute the prompt while its blocks are sent, and wait until the decode
         instance has received all of them. Raises `RequestFailed` if the decode instance gave up.
         """
-        ticket = observer.ticket
-        self._transfer.open(ticket)
+        ticket, inner = observer.ticket, request.work.request_id
+
+        async def mirror() -> None:
+            await self._engine.call(lambda engine: engine.mirror(inner))
+
+        sends_parts = self._transfer.open_handoff(ticket, mirror)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
-        computing = asyncio.ensure_future(self._compute(request, message, observer))
+        computing = asyncio.ensure_future(self._compute(request, message, observer, sends_parts=sends_parts))
         try:
             ends: list[asyncio.Future[Any]] = [computing, released]
             # The decode instance may give up before the prompt is computed: then stop computing.

@@ -16,6 +16,8 @@ from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
 from baton_serve.engine.pooling import loader, rank
+from baton_serve.services.instance.rank_transfers import RANK_PROGRAM
+from baton_serve.services.instance.rank_transfers.rank import make_worker
 
 
 class _Thread:
@@ -82,8 +84,14 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return locked
 
+    makers: dict[str, Any] = {
+        ranks.DECODER_RANK: tp_worker.TPWorker,
+        ranks.POOLING_RANK: rank.PoolingWorker,
+        RANK_PROGRAM: make_worker,
+    }
+
     def start(number: int, program: str) -> Any:
-        connection, thread = _start(tp_worker.TPWorker if program == ranks.DECODER_RANK else rank.PoolingWorker)
+        connection, thread = _start(makers[program])
         channel: Any = Channel(connection, CommandAnswer, send_timeout_s=30.0)
         return ranks._Rank(number, thread, channel)  # type: ignore[arg-type]
 

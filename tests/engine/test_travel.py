@@ -65,6 +65,31 @@ def test_a_prefix_that_two_held_requests_share_stays_until_both_end(folder: Path
 
 
 @pytest.mark.usefixtures("mirrored")
+@pytest.mark.parametrize("steps_before", [0, 2, 99])
+def test_blocks_that_ranks_send_are_mirrored_on_demand_at_any_time(folder: Path, steps_before: int) -> None:
+    request = RequestId("w")
+    with make_engine(folder, max_num_batched_tokens=16) as source:
+        source.add(make_work(source, "v", PROMPT, **TOKENS), mode="prefill")
+        run(source)
+        whole = host_bytes(source)
+        source.release(RequestId("v"))
+        source.reset_prefix_cache()
+        source.add(make_work(source, "w", PROMPT, **TOKENS), mode="prefill", sends_parts=True)
+        for _ in range(steps_before):
+            if source.has_work():
+                source.step()
+        assert host_bytes(source) == 0
+        source.mirror(request)
+        run(source)
+        assert host_bytes(source) == whole > 0
+        source.mirror(request)  # again, and for a request that has ended: nothing happens
+        source.release(request)
+        source.mirror(request)
+        source.check_invariants()
+        assert host_bytes(source) == 0
+
+
+@pytest.mark.usefixtures("mirrored")
 def test_a_cancelled_reservation_gives_its_host_memory_back(folder: Path) -> None:
     with make_engine(folder) as sink:
         reservation = sink.reserve(make_work(sink, "w", PROMPT, **TOKENS))

@@ -196,8 +196,13 @@ class KVCache:
             self._own_layers = self._host_layers if is_shared else list(_unequal_layers(self.tensor, layout, own))
 
     @property
+    def part(self) -> BlockPart:
+        """Return which layers and KV heads of every block this rank holds."""
+        return self._part
+
+    @property
     def device_tensor(self) -> Tensor:
-        """The cache's memory as bytes, uint8 [num_blocks, block_bytes]."""
+        """The cache's memory as bytes, uint8 [num_blocks, block_bytes]. With a mirror, it is this rank's part."""
         return self.tensor.flatten(1).view(torch.uint8)
 
     @property

@@ -41,6 +41,9 @@ class Channel(Generic[T]):
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(arriving)
         self._send_timeout_s = send_timeout_s
+        self.num_sent = 0
+        """Number of messages that were sent. Any thread may read it."""
+        self.num_received = 0
 
     def send(self, frame: bytes) -> None:
         """Send one message as bytes that `encode` has returned, so that one encoding serves several channels. Raises
@@ -50,6 +53,7 @@ class Channel(Generic[T]):
             self._socket.sendall(frame)
         except OSError as exc:
             raise ChannelError(f"cannot send a command to a rank: {exc}") from exc
+        self.num_sent += 1
 
     def encode(self, message: msgspec.Struct) -> bytes:
         """Return a message as bytes for `send`: its length, then its msgpack encoding."""
@@ -66,7 +70,7 @@ class Channel(Generic[T]):
             # Do not allocate what a broken stream announces.
             if length > MAX_FRAME_BYTES:
                 raise ChannelError(f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-            return self._decoder.decode(self._read(length))
+            message = self._decoder.decode(self._read(length))
         except TimeoutError as exc:
             raise ChannelError(f"a rank did not answer within {timeout_s:g} s") from exc
         except ConnectionError as exc:
@@ -76,6 +80,8 @@ class Channel(Generic[T]):
         finally:
             # Sending needs its own limit again, since both directions share the socket's timeout.
             self._socket.settimeout(self._send_timeout_s)
+        self.num_received += 1
+        return message
 
     def send_descriptor(self, descriptor: int) -> None:
         """Send an open file descriptor to the other process. The caller keeps its own."""

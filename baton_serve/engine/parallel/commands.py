@@ -248,6 +248,12 @@ class FromHost(msgspec.Struct, frozen=True, tag=True):
     data: memoryview | None = None
 
 
+class ConnectPart(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: take the socket that follows as a file descriptor, through which rank 0 will order transfers
+    of this rank's part of the KV cache. The rank answers with 1, or with 0 if it has no such transfers.
+    """
+
+
 Command = (
     LoadRank
     | ReportMemory
@@ -268,6 +274,7 @@ Command = (
     | ChangeStates
     | ToHost
     | FromHost
+    | ConnectPart
 )
 
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -45,6 +46,7 @@ from baton_serve.engine.parallel.commands import (
     CommandAnswer,
     CommandDone,
     CommandFailed,
+    ConnectPart,
     DropAdapter,
     FromHost,
     JoinGroup,
@@ -57,6 +59,7 @@ from baton_serve.engine.parallel.commands import (
     ReportMemory,
     StateBytes,
 )
+from baton_serve.engine.parallel.part_links import PartLink
 
 logger = logging.getLogger(__name__)
 
@@ -120,10 +123,12 @@ class Ranks:
         on_lost: OnLost | None = None,
         remote: RemoteRanks | None = None,
         kind: Literal["generate", "embed", "classify"] = "generate",
+        program: str | None = None,
     ) -> None:
         """Start the processes of the other ranks, which begin to load the model. `on_lost` is called with a message
         when a rank has exited unexpectedly: at most once, from another thread. `remote` connects the ranks on other
-        hosts, if there are any. `kind` is what the model computes.
+        hosts, if there are any. `kind` is what the model computes. `program` is the module that ranks of models which
+        generate text run, if it is not `DECODER_RANK`: it moves their parts of blocks too.
         """
         self.num_ranks, self._ranks_per_node = config.num_ranks, config.ranks_per_node
         self.place: RankPlace = place_of(0, config.tensor_parallel_size, ())
@@ -142,12 +147,14 @@ class Ranks:
         self._on_lost = on_lost or _ignore_lost_rank
         self._folder: Path | None = None
         self._is_closing = threading.Event()
+        self._moves_parts = False
         if self.num_ranks == 1:
             return
         if config.nnodes > 1 and remote is None:
             raise ConfigError("nnodes is more than 1, which only baton prefill, decode and unified support")
-        program = DECODER_RANK if kind == "generate" else POOLING_RANK
-        self._ranks = [_start(number, program) for number in range(1, self._ranks_per_node)]
+        own = program or DECODER_RANK if kind == "generate" else POOLING_RANK
+        self._moves_parts = program is not None and config.nnodes == 1
+        self._ranks = [_start(number, own) for number in range(1, self._ranks_per_node)]
         try:
             self._connect()
             num_layers = self._divide(config)
@@ -317,6 +324,26 @@ class Ranks:
         if built:
             whole = cache.whole_blocks
             self._checkpoints = {number: CheckpointPart(answer.states, whole) for number, answer in built.items()}
+
+    def connect_parts(self, cache: KVCache) -> list[PartLink]:
+        """Return a new connection to the transfers of each other rank, which the caller owns; none if rank 0 moves
+        whole blocks alone: ranks that share the memory of `cache`, or that are on other hosts.
+        """
+        if not self._moves_parts or not cache.is_mirrored:
+            return []
+        links: list[PartLink] = []
+        for rank in self._ranks:
+            ours, its = socket.socketpair()
+            with its:
+                self._send([rank], ConnectPart())
+                rank.channel.send_descriptor(its.fileno())
+            links.append(PartLink(rank.number, ours, partial(getattr, rank.channel, "num_sent")))
+        served = self._collect(ANSWER_TIMEOUT_S)
+        if all(map(_value, served)):
+            return links
+        for link in links:
+            link.connection.close()
+        return []
 
     def available_bytes(self, own: int, measure: MeasureMemory) -> list[int]:
         """Return the bytes that each rank has for its part of the KV cache, rank 0 first. `own` is the number of rank

@@ -42,6 +42,7 @@ from baton_serve.engine.parallel.commands import (
     CommandDone,
     CommandFailed,
     Compute,
+    ConnectPart,
     CopyBlocks,
     DropAdapter,
     FinishStep,
@@ -66,6 +67,7 @@ from baton_serve.engine.parallel.commands import (
     source_rows,
     step_arrays,
 )
+from baton_serve.engine.parallel.part_links import ExecutedCommands, OwnPart, ServePart
 from baton_serve.engine.parallel.ranks import SEND_TIMEOUT_S
 
 logger = logging.getLogger(__name__)
@@ -88,13 +90,20 @@ class TPWorker:
     process.
     """
 
-    def __init__(self, channel: Channel[Command], folders: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        channel: Channel[Command],
+        folders: Mapping[str, str] | None = None,
+        serve_part: ServePart | None = None,
+    ) -> None:
         """Wait for rank 0's first command on `channel`, and load this rank's part of the model as that command says.
         Raises `EngineError` if loading fails.
 
         `folders` are those of models on this host, by their path on rank 0's host; None: it is the same host.
+        `serve_part` moves this rank's part of KV blocks between instances; None: it is moved by rank 0 alone.
         """
         self._channel, self._is_remote = channel, folders is not None
+        self._serve_part, self._commands = serve_part, ExecutedCommands()
         first = channel.receive(None)
         if isinstance(first, ReportMemory):
             device = devices.select_device(first.config.device, first.rank % first.config.ranks_per_node)
@@ -121,6 +130,7 @@ class TPWorker:
         self._channel.send(self._channel.encode(RankLoaded(self._model.cached, self._model.fingerprint)))
         while True:
             self.do(self._channel.receive(None))
+            self._commands.reach(self._channel.num_received)
 
     def do(self, command: Command) -> None:
         """Execute one command of rank 0, and answer it if rank 0 expects an answer."""
@@ -198,8 +208,21 @@ class TPWorker:
             case CaptureGraphs():
                 self._executor.capture_graphs(lambda: devices.Capturing(self._device))
                 self._answer(int(self._executor.has_graphs))
+            case ConnectPart():
+                self._connect_part()
             case _:
                 raise ChannelError(f"{type(command).__name__} must be sent only once")
+
+    def _connect_part(self) -> None:
+        """Hand the socket that follows to the program that moves this rank's part of blocks, if there is one; then
+        answer.
+        """
+        connection = socket.socket(fileno=self._channel.receive_descriptor())
+        if self._serve_part is None:
+            connection.close()
+        else:
+            self._serve_part(connection, OwnPart(self._blocks, self._commands))
+        self._answer(int(self._serve_part is not None))
 
     def _join(self, command: JoinGroup) -> None:
         """Connect with the other ranks, and build what needs their collectives, such as the model's forward."""

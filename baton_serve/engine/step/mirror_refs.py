@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from baton_serve.contracts.identity import RequestId
-from baton_serve.engine.core.outputs import CompletedBlocks
+from baton_serve.engine.core.outputs import CompletedBlocks, NamedBlock
 from baton_serve.engine.parallel.tp_executor import BlockCopier
 
 
@@ -22,6 +22,8 @@ class MirrorRefs:
         self._cache = cache
         self._users: Counter[int] = Counter()
         self._blocks_of: dict[RequestId, list[int]] = {}
+        self._waiting: dict[RequestId, list[NamedBlock]] = {}
+        """Computed blocks of requests whose ranks send their parts themselves; they are not in the mirror."""
 
     def publish(self, completed: Iterable[CompletedBlocks], steps_after: int | None = None) -> None:
         """Copy computed blocks of requests from the devices to the mirror in host memory, where transports read them
@@ -33,11 +35,25 @@ class MirrorRefs:
         if not self._cache.is_mirrored:
             return
         for of_request in completed:
+            if (waiting := self._waiting.get(of_request.request_id)) is not None:
+                waiting.extend(of_request.blocks)
+                continue
             blocks = [block for _, block in of_request.blocks]
             # shared blocks are there already
             self._cache.to_host([block for block in blocks if not self._users[block]], steps_after)
             self._users.update(blocks)
             self._blocks_of.setdefault(of_request.request_id, []).extend(blocks)
+
+    def leave_to_ranks(self, request_id: RequestId) -> None:
+        """Copy no blocks of this request to the mirror until `copy_waiting`: each rank sends its part itself."""
+        self._waiting[request_id] = []
+
+    def copy_waiting(self, request_id: RequestId) -> None:
+        """Copy the computed blocks of a request to the mirror, and later ones as they are computed, because a rank
+        could not send its part. Do nothing if the request has ended.
+        """
+        if blocks := self._waiting.pop(request_id, []):
+            self.publish([CompletedBlocks(request_id, blocks)])
 
     def copy_to_device(self, blocks: Iterable[int]) -> None:
         """Copy blocks that transports have written to the mirror in host memory to the devices, and free their host
@@ -50,6 +66,7 @@ class MirrorRefs:
     def end(self, request_id: RequestId) -> None:
         """Record that no transport reads the published blocks of this request any more. Free the host memory of blocks
         that no other request has published."""
+        self._waiting.pop(request_id, None)
         blocks = self._blocks_of.pop(request_id, [])
         self._users.subtract(blocks)
         self.free_mirror(block for block in blocks if self._users[block] <= 0)

@@ -317,4 +317,15 @@ def _ticket(
         request_id=request_id,
         source_layout=layout if differs else None,
         source_root=block_hashes.root(layout) if differs else BlockHash(b""),
+        source_ranks=_source_ranks(source, sink),
     )
+
+
+def _source_ranks(source: WorkerState, sink: WorkerState) -> list[str]:
+    """Return the addresses of the ranks of `source` if each can send its part of the blocks to the same rank of `sink`,
+    otherwise an empty list.
+    """
+    ours, theirs = source.record.rank_transfers, sink.record.rank_transfers
+    if ours is None or theirs is None or ours.division != theirs.division:
+        return []
+    return ours.addresses

@@ -1,7 +1,7 @@
 """Stand-ins at the ports of `services.instance`: an engine, a transfer node and a router that only remember."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -115,8 +115,13 @@ class FakeEngine:
         self._ask("compile_grammar", grammar)
         return self.compiled
 
-    def add(self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS) -> None:
-        self._ask("add", work.request_id, mode)
+    def add(
+        self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS, sends_parts: bool = False
+    ) -> None:
+        self._ask("add", work.request_id, mode, *(["in parts"] if sends_parts else []))
+
+    def mirror(self, request_id: RequestId) -> None:
+        self._ask("mirror", request_id)
 
     def reserve(self, work: Work) -> Reservation | None:
         if self.free_blocks < self.blocks_per_request:
@@ -126,8 +131,8 @@ class FakeEngine:
         names = [name(n) for n in range(3)]
         return Reservation(work.request_id, names, 1, [NamedBlock(name(1), 4), NamedBlock(name(2), 5)])
 
-    def mark_received(self, request_id: RequestId, names: Sequence[BlockHash]) -> None:
-        self._ask("mark_received", request_id, list(names))
+    def mark_received(self, request_id: RequestId, names: Sequence[BlockHash], *, in_parts: bool = False) -> None:
+        self._ask("mark_received", request_id, list(names), *(["in parts"] if in_parts else []))
 
     def admit(self, request_id: RequestId, first_tokens: dict[int, int]) -> None:
         self._ask("admit", request_id, first_tokens)
@@ -275,12 +280,20 @@ class FakeTransfer:
         self.translation: Translation | None = None
         self.stopping: asyncio.Future[None] | None = None
         self.ended: Callable[[], object] = lambda: None
+        self.by_ranks = False
+        self.mirror: Callable[[], Awaitable[None]] | None = None
+        self.on_rank_blocks: Callable[[list[BlockHash]], None] | None = None
 
     def on_fetch(self, handler: Callable[[Ticket, list[BlockHash]], None]) -> None:
         self.ask = handler
 
     def open(self, ticket: Ticket) -> None:
         self.asked.append(("open", ticket.ticket))
+
+    def open_handoff(self, ticket: Ticket, mirror: Callable[[], Awaitable[None]] | None) -> bool:
+        self.open(ticket)
+        self.mirror = mirror
+        return self.by_ranks
 
     def publish(self, ticket_id: TicketId, blocks: Sequence[tuple[BlockHash, int]]) -> None:
         self.asked.append(("publish", list(blocks)))
@@ -306,13 +319,14 @@ class FakeTransfer:
         wanted: Sequence[tuple[BlockHash, int]],
         *,
         on_blocks: Callable[[list[BlockHash]], None] | None = None,
+        on_rank_blocks: Callable[[list[BlockHash]], None] | None = None,
         on_end: Callable[[Fetched], None] | None = None,
         translation: Translation | None = None,
         partial: bool = False,
     ) -> Fetched:
         self.asked.append(("fetch", list(wanted)))
         self.translation = translation
-        self.on_blocks = on_blocks
+        self.on_blocks, self.on_rank_blocks = on_blocks, on_rank_blocks
         try:
             fetched = await self.fetched
         except asyncio.CancelledError:

@@ -331,6 +331,30 @@ def test_blocks_that_arrived_before_a_failure_are_kept_in_the_cache() -> None:
     run(test())
 
 
+def test_blocks_that_came_in_parts_are_reported_as_such() -> None:
+    async def test() -> None:
+        b = bench()
+        b.serving.on_message(ROUTER, Decode(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        assert b.transfer.on_blocks is not None and b.transfer.on_rank_blocks is not None
+        # One rank failed after the first block.
+        b.transfer.on_rank_blocks([name(1)])
+        b.transfer.on_blocks([name(2)])
+        b.transfer.fetched.set_result(fetched(FirstToken(0, 42, False)))
+        await settle()
+        assert b.engine.asked[1:] == [
+            ("mark_received", inner, [name(2)]),
+            ("mark_received", inner, [name(1)], "in parts"),
+            ("admit", inner, {0: 42}),
+        ]
+        b.turn(tokens=[output(inner, 43, position=1, finish="stop")])
+        await settle()
+        b.check()
+
+    run(test())
+
+
 def test_a_source_that_gave_up_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handler, "SOURCE_REPORT_S", 0.01)
 

@@ -63,6 +63,25 @@ def test_parts_of_the_last_blocks_are_handed_on_before_the_step_has_ended() -> N
     run(test())
 
 
+def test_with_ranks_that_send_their_parts_the_engine_mirrors_only_on_demand() -> None:
+    async def test() -> None:
+        b = bench()
+        b.transfer.by_ranks = True
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        inner = b.inner()
+        assert b.engine.asked == [("add", inner, "prefill", "in parts")]
+        assert b.transfer.mirror is not None
+        await b.transfer.mirror()
+        assert b.engine.asked[-1] == ("mirror", inner)
+        b.turn(tokens=[output(inner, 5)], held=[inner])
+        b.transfer.release.set_result("received")
+        await settle()
+        b.check()
+
+    run(test())
+
+
 def test_cancelled_while_computing_it_frees_only_when_nothing_reads_any_more() -> None:
     async def test() -> None:
         b = bench()
