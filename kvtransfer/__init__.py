@@ -29,8 +29,8 @@ from baton_serve.kvtransfer.ladder import Verdict
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.node import NodePorts, TransferNode
 from baton_serve.kvtransfer.probing.running import probe_here
-from baton_serve.kvtransfer.ranks.node import RankedTransferNode
-from baton_serve.kvtransfer.ranks.port import LocalRank, RankPort, part_layout
+from baton_serve.kvtransfer.ranks.rank_port import LocalRank, RankPort, part_layout
+from baton_serve.kvtransfer.ranks.ranked_node import RankedTransferNode
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import PeerAccess, TransferSettings
 from baton_serve.kvtransfer.transports.memory import InProcess

@@ -60,7 +60,7 @@ from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.pooling_server import PoolingServer
-from baton_serve.services.instance.rank_transfers.start import start_ranks
+from baton_serve.services.instance.rank_transfers.start_ranks import start_ranks
 from baton_serve.services.instance.request_server import Identity, RequestServer
 from baton_serve.services.instance.settings import InstanceSettings, peer_access
 from baton_serve.services.instance.traced_role import TracedRole

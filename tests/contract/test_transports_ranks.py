@@ -24,8 +24,8 @@ from baton_serve.kvtransfer import (
     TransferTimeout,
     part_layout,
 )
-from baton_serve.kvtransfer.ranks import node as ranked
-from baton_serve.kvtransfer.ranks.decisions import RankRoutes
+from baton_serve.kvtransfer.ranks import ranked_node as ranked
+from baton_serve.kvtransfer.ranks.rank_decisions import RankRoutes
 from tests.contract.test_transports import only, run
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Node, TensorMemory, content, name, running
 

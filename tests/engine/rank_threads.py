@@ -17,7 +17,7 @@ from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
 from baton_serve.engine.pooling import loader, rank
 from baton_serve.services.instance.rank_transfers import RANK_PROGRAM
-from baton_serve.services.instance.rank_transfers.rank import make_worker
+from baton_serve.services.instance.rank_transfers.rank_program import make_worker
 
 
 class _Thread:

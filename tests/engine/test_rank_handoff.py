@@ -17,8 +17,8 @@ from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.core.outputs import Reservation
 from baton_serve.kvtransfer import RankedTransferNode, SilentObserver, TransferNode
 from baton_serve.services.instance.rank_transfers import RANK_PROGRAM
-from baton_serve.services.instance.rank_transfers.client import RemoteRank
-from baton_serve.services.instance.rank_transfers.start import start_ranks
+from baton_serve.services.instance.rank_transfers.part_client import RemoteRank
+from baton_serve.services.instance.rank_transfers.start_ranks import start_ranks
 from tests.contract.test_transports import only
 from tests.devices import DEVICE
 from tests.engine.driving import make_work, place_kv_caches

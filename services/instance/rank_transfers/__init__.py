@@ -3,5 +3,5 @@
 Rank 0 decides everything and orders each transfer; the other ranks have a transfer node in a thread of their process.
 """
 
-RANK_PROGRAM = "baton_serve.services.instance.rank_transfers.rank"
+RANK_PROGRAM = "baton_serve.services.instance.rank_transfers.rank_program"
 """Module that the ranks other than 0 run."""

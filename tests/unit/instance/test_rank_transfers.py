@@ -12,15 +12,15 @@ import msgspec
 import pytest
 import torch
 
-from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.block_layout import KVLayout
+from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache
 from baton_serve.engine.parallel.part_links import ExecutedCommands, OwnPart, PartLink
 from baton_serve.kvtransfer import LocalTransferError, NodeClosed, PeerLost, SilentObserver, TransferTimeout
-from baton_serve.services.instance.rank_transfers import client
-from baton_serve.services.instance.rank_transfers.client import RankStartError, RemoteRank
-from baton_serve.services.instance.rank_transfers.messages import (
+from baton_serve.services.instance.rank_transfers import part_client
+from baton_serve.services.instance.rank_transfers.part_client import RankStartError, RemoteRank
+from baton_serve.services.instance.rank_transfers.part_messages import (
     CancelPart,
     ConnectNode,
     FetchPart,
@@ -39,7 +39,7 @@ from baton_serve.services.instance.rank_transfers.messages import (
     receive,
     send,
 )
-from baton_serve.services.instance.rank_transfers.server import serve_part
+from baton_serve.services.instance.rank_transfers.part_server import serve_part
 from tests.contract.transports_pair import SETTINGS, Tally
 
 LAYOUT = KVLayout(fingerprint="f", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
@@ -179,7 +179,7 @@ async def test_a_cancelled_fetch_ends_when_the_rank_says_that_it_has() -> None:
 async def test_a_rank_that_never_ends_a_fetch_ends_the_instance(
     is_cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "END_MARGIN_S", 0.1)
+    monkeypatch.setattr(part_client, "END_MARGIN_S", 0.1)
     async with ends() as both:
         fetch = asyncio.create_task(both.rank.fetch(ticket(0.1), [], lambda names: None))
         await both.puppet.order()
@@ -192,7 +192,7 @@ async def test_a_rank_that_never_ends_a_fetch_ends_the_instance(
 
 @bounded
 async def test_a_rank_that_never_releases_a_ticket_ends_the_instance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "END_MARGIN_S", 0.05)
+    monkeypatch.setattr(part_client, "END_MARGIN_S", 0.05)
     async with ends() as both:
         assert await both.rank.open(ticket(0.05)) == "closed"
         assert "released" in both.broken[0]

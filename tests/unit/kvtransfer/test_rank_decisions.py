@@ -4,7 +4,7 @@ import pytest
 
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.kvtransfer.errors import NodeClosed, PeerLost, SourceFailed, TransferCancelled, TransferTimeout
-from baton_serve.kvtransfer.ranks.decisions import (
+from baton_serve.kvtransfer.ranks.rank_decisions import (
     MAX_RETRY_S,
     MAX_SOURCES,
     RankAction,

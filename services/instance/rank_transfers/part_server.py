@@ -14,7 +14,8 @@ from baton_serve.contracts.wire import WireError
 from baton_serve.engine.parallel.part_links import OwnPart
 from baton_serve.kvtransfer import LocalRank, ReleaseReason, TransferError
 from baton_serve.services.instance.engine_thread import SWITCH_INTERVAL_S
-from baton_serve.services.instance.rank_transfers.messages import (
+from baton_serve.services.instance.rank_transfers.part_memory import PartMemory, describe_part, part_node
+from baton_serve.services.instance.rank_transfers.part_messages import (
     CancelPart,
     ConnectNode,
     FailPart,
@@ -37,7 +38,6 @@ from baton_serve.services.instance.rank_transfers.messages import (
     receive,
     send,
 )
-from baton_serve.services.instance.rank_transfers.part_memory import PartMemory, describe_part, part_node
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""A rank of an instance other than 0: `python -m baton_serve.services.instance.rank_transfers.rank DESCRIPTOR PID`.
+"""A rank of an instance other than 0, whose command line has a socket's descriptor and the id of rank 0's process.
 
 It executes the commands of rank 0's engine, as `engine.parallel.tp_worker` alone does, and moves its part of KV blocks
 between instances.
@@ -27,7 +27,7 @@ def make_worker(channel: Channel[Command]) -> tp_worker.TPWorker:
 
 def _serve_part(connection: socket.socket, part: OwnPart) -> None:
     # Imported here: only ranks with memory of their own need the package of transfers.
-    from baton_serve.services.instance.rank_transfers.server import serve_part
+    from baton_serve.services.instance.rank_transfers.part_server import serve_part
 
     serve_part(connection, part)
 

@@ -21,8 +21,8 @@ from baton_serve.kvtransfer import (
     errors,
 )
 from baton_serve.kvtransfer.consumer.fetching import OnBlocks
-from baton_serve.kvtransfer.ranks.port import NamedBlocks
-from baton_serve.services.instance.rank_transfers.messages import (
+from baton_serve.kvtransfer.ranks.rank_port import NamedBlocks
+from baton_serve.services.instance.rank_transfers.part_messages import (
     CancelPart,
     ConnectNode,
     FailPart,

@@ -11,9 +11,9 @@ import msgspec
 from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.engine import Engine
 from baton_serve.kvtransfer import LocalRank, RankPort, TransferError, TransferObserver, TransferSettings
-from baton_serve.services.instance.rank_transfers.client import RankStartError, RemoteRank
-from baton_serve.services.instance.rank_transfers.messages import StartPart
+from baton_serve.services.instance.rank_transfers.part_client import RankStartError, RemoteRank
 from baton_serve.services.instance.rank_transfers.part_memory import PartMemory, describe_part, part_node
+from baton_serve.services.instance.rank_transfers.part_messages import StartPart
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Protocol
 
+from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash, TicketId
 from baton_serve.contracts.instance import LinkStatus
-from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.consumer.fetching import FetchResult, OnBlocks
 from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
