@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton_serve.audio_samples import Samples, resampled
-from baton_serve.contracts.identity import RequestId
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.media import digest_of, source_span
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import TranscriptSpec
@@ -183,24 +183,65 @@ def test_outputs_of_an_encode_instance_take_the_place_of_the_encoder(
 ) -> None:
     """One step may have windows of both kinds. Outputs of another size are refused."""
     files = {number: wav(tones(number)) for number in (90, 91, 92)}
-    encoder = ImageEncoder(
-        EngineConfig(model=str(folder), device="cpu", dtype="float32"),
-        lambda layout: HostMemory(9, layout.block_bytes),
-        observer=Observer(),
-    )
+    encoder = window_encoder(folder)
     assert engine.image_reader is not None
     assert engine.image_reader.embedding_layout == encoder.layout
     outputs = encode(encoder, "encode", [files[90], files[91]])
     encoder.close()
-    assert encoded == [1, 1, 1], "silence, and each window by itself"
+    assert encoded == [1, 2], "silence, and two windows together"
     sent = {**outputs, **engine.image_reader.read([files[92]])}
     for number, file in files.items():
         engine.add(work_of(engine, f"e{number}", file), pixels={digest_of(file): sent[digest_of(file)]})
     assert run(engine) == {(f"e{number}", 0): reference.answer(tones(number), COUNT) for number in files}
-    assert encoded == [1, 1, 1, 1]
+    assert encoded == [1, 2, 1]
     short = EncodedImage(torch.zeros(3, 32), 0, 0)
     with pytest.raises(RequestError, match="3 positions, not 200"):
         engine.add(work_of(engine, "short", files[90]), pixels={digest_of(files[90]): short})
+
+
+def test_windows_of_several_requests_are_encoded_together(folder: Path, encoded: list[int]) -> None:
+    encoder = window_encoder(folder)
+    waiting = add_windows(encoder, {"a": 93, "b": 94, "again": 93, "c": 95})
+    assert [encoder.step().held for _ in range(2)] == [waiting[:2], waiting[2:]]
+    assert encoded == [1, 2, 1]
+    assert not encoder.has_work()
+    encoder.check_invariants()
+    encoder.close()
+
+
+@pytest.mark.parametrize("most", [0, 1])
+def test_windows_that_need_too_much_memory_together_are_encoded_one_by_one(
+    folder: Path, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoder, own = window_encoder(folder), SpeechEncoder.encode
+
+    def encode(self: SpeechEncoder, windows: list[torch.Tensor]) -> list[torch.Tensor]:
+        if len(windows) > most:
+            raise torch.OutOfMemoryError("full")
+        return own(self, windows)
+
+    monkeypatch.setattr(SpeechEncoder, "encode", encode)
+    waiting = add_windows(encoder, {"a": 96, "b": 97})
+    result = encoder.step()
+    assert (result.held, [one.request_id for one in result.failed]) == ((waiting, []) if most else ([], waiting))
+    assert not encoder.has_work()
+    encoder.check_invariants()
+    encoder.close()
+
+
+def window_encoder(folder: Path) -> ImageEncoder:
+    """Return the engine of an encode instance for the model in a folder."""
+    config = EngineConfig(model=str(folder), device="cpu", dtype="float32")
+    return ImageEncoder(config, lambda layout: HostMemory(17, layout.block_bytes), observer=Observer())
+
+
+def add_windows(encoder: ImageEncoder, numbers: dict[str, int]) -> list[RequestId]:
+    """Add requests of these names, each with one window of tones, and return their ids."""
+    for name, number in numbers.items():
+        file = wav(tones(number))
+        encoder.claim(RequestId(name), BlockHash(b"r" * 16), [digest_of(file)])
+        encoder.add(RequestId(name), encoder.reader.read([file]))
+    return [RequestId(name) for name in numbers]
 
 
 def test_preempted_sequences_continue_as_undisturbed_ones(folder: Path, reference: Reference) -> None:

@@ -72,8 +72,10 @@ class FileEncoder(Protocol):
 
     @property
     def reader(self) -> ImageReader: ...
+    @property
+    def max_batch(self) -> int: ...
     def num_rows(self, picture: DecodedImage, /) -> int: ...
-    def encode(self, picture: DecodedImage, /) -> Tensor: ...
+    def encode_all(self, pictures: Sequence[DecodedImage], /) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,18 @@ class _EncodeRequest:
     root: BlockHash
     owned: list[tuple[_Embedding, list[int]]] = field(default_factory=list)
     waiting: dict[bytes, DecodedImage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchImage:
+    """An image that the next step encodes, and the blocks of these hashes that its request owns for it."""
+
+    request_id: RequestId
+    request: _EncodeRequest
+    digest: bytes
+    image: DecodedImage
+    names: list[BlockHash]
+    blocks: list[int]
 
 
 class ImageEncoder:
@@ -175,19 +189,11 @@ class ImageEncoder:
         return not self._is_blocked and any(request.waiting for request in self._requests.values())
 
     def step(self) -> StepResult:
-        """Encode the next image; requests are served in the order of `claim`."""
+        """Encode the next image, or several windows of audio; requests are served in the order of `claim`."""
         result = StepResult()
-        request_id = next((one for one, request in self._requests.items() if request.waiting), None)
-        if request_id is None:
-            return result
-        request = self._requests[request_id]
-        digest, image = next(iter(request.waiting.items()))
-        # An earlier request may have had the same image.
-        if not self._take_cached(request, digest) and not self._encode(request, digest, image, result, request_id):
-            return result
-        request.waiting.pop(digest, None)
-        if not request.waiting:
-            result.held.append(request_id)
+        batch = self._next_batch(result)
+        if batch:
+            self._encode(batch, result)
         result.events = self._pool.take_events()
         return result
 
@@ -255,37 +261,67 @@ class ImageEncoder:
         self._observer.found(1)
         return True
 
-    def _encode(
-        self, request: _EncodeRequest, digest: bytes, image: DecodedImage, result: StepResult, request_id: RequestId
-    ) -> bool:
-        """Compute the embeddings of an image into owned blocks. Return False if too few are free, or if it failed."""
-        num_rows = self._rows_of(image)
-        names = embedding_hashes(request.root, digest, -(-num_rows // self.layout.block_tokens))
-        blocks = self._own_blocks(names)
-        if blocks is None:
-            self._is_blocked = True
-            return False
-        self.last_batch = BatchSize(1, num_rows)
-        started = time.monotonic()
+    def _next_batch(self, result: StepResult) -> list[_BatchImage]:
+        """Return the images that are encoded together now, with owned blocks. Images on the way to them that are cached
+        by now are taken from the cache."""
+        batch: list[_BatchImage] = []
+        for request_id, request in self._requests.items():
+            for digest, image in tuple(request.waiting.items()):
+                names = embedding_hashes(request.root, digest, -(-self._rows_of(image) // self.layout.block_tokens))
+                # An earlier request may have the same image: after this step it is cached.
+                if len(batch) == self._encoder.max_batch or any(one.names == names for one in batch):
+                    return batch
+                if self._take_cached(request, digest):
+                    _finish(request_id, request, digest, result)
+                    continue
+                blocks = self._own_blocks(names)
+                if blocks is None:
+                    self._is_blocked = not batch
+                    return batch
+                batch.append(_BatchImage(request_id, request, digest, image, names, blocks))
+        return batch
+
+    def _encode(self, batch: Sequence[_BatchImage], result: StepResult) -> None:
+        """Compute the embeddings of images into their blocks, and add the requests that are complete or have failed to
+        `result`."""
+        self.last_batch = BatchSize(len(batch), sum(self._rows_of(one.image) for one in batch))
+        started, features = time.monotonic(), None
         try:
-            features = self._encoder.encode(image).cpu()
+            features = [rows.cpu() for rows in self._encoder.encode_all([one.image for one in batch])]
         except torch.OutOfMemoryError:
-            logger.exception("encoding an image of %d x %d pixels ran out of memory", image.width, image.height)
-            self._pool.release(blocks)
-            request.waiting.clear()
-            result.failed.append(FailedRequest(request_id, "the device ran out of memory"))
-            return False
-        self._write(blocks, features)
-        shape = EmbeddingShape(digest, num_rows, image.width, image.height, image.text)
-        known = self._known[names[0]] = _Embedding(shape, names, self._checksum(blocks, num_rows))
-        request.owned.append((known, blocks))
-        self._known.move_to_end(names[0])
+            if len(batch) == 1:
+                self._fail(batch[0], result)
+        if features is None:
+            # Outside the handler, whose traceback keeps memory. One by one they need less.
+            for one in batch if len(batch) > 1 else ():
+                self._encode([one], result)
+            return
+        seconds = (time.monotonic() - started) / len(batch)
+        for one, rows in zip(batch, features, strict=True):
+            self._keep(one, rows)
+            self._count(len(rows), seconds)
+            _finish(one.request_id, one.request, one.digest, result)
+
+    def _fail(self, one: _BatchImage, result: StepResult) -> None:
+        """Give back the blocks of an image for which the device has no memory, and fail its request."""
+        logger.exception("encoding an image of %d x %d pixels ran out of memory", one.image.width, one.image.height)
+        self._pool.release(one.blocks)
+        if one.request.waiting:
+            one.request.waiting.clear()
+            result.failed.append(FailedRequest(one.request_id, "the device ran out of memory"))
+
+    def _keep(self, one: _BatchImage, features: Tensor) -> None:
+        """Write the embeddings [rows, width] of an image into its blocks, and make them known for later requests."""
+        self._write(one.blocks, features)
+        image, num_rows, first = one.image, len(features), one.names[0]
+        shape = EmbeddingShape(one.digest, num_rows, image.width, image.height, image.text)
+        known = self._known[first] = _Embedding(shape, one.names, self._checksum(one.blocks, num_rows))
+        one.request.owned.append((known, one.blocks))
+        self._known.move_to_end(first)
         # Every cached embedding has a block, so that more entries than blocks are of evicted ones.
         while len(self._known) > self._pool.num_total:
             self._known.popitem(last=False)
-        self._pool.register(names, blocks)
-        self._count(num_rows, time.monotonic() - started)
-        return True
+        self._pool.register(one.names, one.blocks)
 
     def _own_blocks(self, names: Sequence[BlockHash]) -> list[int] | None:
         """Own blocks for these hashes, which may be cached in part; None if too few are free."""
@@ -326,6 +362,12 @@ class ImageEncoder:
         view = self.memory.host_view
         assert view is not None, "the encoder is closed"
         return view[block * self.layout.block_bytes : (block + 1) * self.layout.block_bytes]
+
+
+def _finish(request_id: RequestId, request: _EncodeRequest, digest: bytes, result: StepResult) -> None:
+    """Record that the embeddings of an image of a request exist, and in `result` if they were the last."""
+    if request.waiting.pop(digest, None) is not None and not request.waiting:
+        result.held.append(request_id)
 
 
 def _name(request: _EncodeRequest, digest: bytes) -> BlockHash:

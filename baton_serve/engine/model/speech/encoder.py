@@ -1,6 +1,7 @@
 """The encoder of a speech model, by transformers: log-mel features to the states that the decoder attends to."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,9 +52,11 @@ class SpeechEncoder:
 
 
 class WindowEncoder:
-    """Encodes windows of audio on an encode instance, one at a time. Implements
-    `engine.pooling.encode_engine.FileEncoder`: the rows of a window are the positions of the encoder's output.
+    """Encodes windows of audio on an encode instance. Implements `engine.pooling.encode_engine.FileEncoder`: the rows
+    of a window are the positions of the encoder's output.
     """
+
+    max_batch = MAX_BATCH
 
     def __init__(self, encoder: SpeechEncoder, num_positions: int) -> None:
         """`num_positions` is the number of positions of the output for one window."""
@@ -62,13 +65,14 @@ class WindowEncoder:
         self._num_positions = num_positions
 
     def num_rows(self, picture: DecodedImage) -> int:
-        """Return the number of rows that `encode` returns, which is the same for all windows."""
+        """Return the number of rows of the encoder's output, which is the same for all windows."""
         return self._num_positions
 
-    def encode(self, picture: DecodedImage) -> Tensor:
-        """Encode one window, given by its mel features. Return [positions, hidden] without waiting for the device."""
-        (states,) = self._encoder.encode([picture.inputs["input_features"]])
-        return states
+    def encode_all(self, pictures: Sequence[DecodedImage]) -> list[Tensor]:
+        """Encode windows, given by their mel features, together. Return [positions, hidden] for each without waiting
+        for the device.
+        """
+        return self._encoder.encode([picture.inputs["input_features"] for picture in pictures])
 
 
 def load_encoder(config: EngineConfig, folder: Path, target: torch.device, dtype: torch.dtype) -> SpeechEncoder:

@@ -47,6 +47,9 @@ _DECODERS = ("language_model.", "text_model.", "lm_head.")
 class VisionTower:
     """A vision tower that is loaded on the device, with the model's image processor."""
 
+    max_batch = 1
+    """Number of files that an encode instance gives at once. Their sizes differ, so that each is computed by itself."""
+
     def __init__(self, module: nn.Module, family: ImageFamily, reader: HFImageReader, device: torch.device) -> None:
         self.family = family
         self.reader = reader
@@ -79,6 +82,10 @@ class VisionTower:
         features = _joined(getattr(output, "pooler_output", output))
         added = getattr(output, "deepstack_features", None) or ()
         return torch.cat([features, *map(_joined, added)], dim=-1)
+
+    def encode_all(self, pictures: Sequence[DecodedImage]) -> list[Tensor]:
+        """Return what `encode` returns for each of `pictures`."""
+        return [self.encode(picture) for picture in pictures]
 
     def num_rows(self, picture: DecodedImage) -> int:
         """Return the number of rows that `encode` returns. Raises `UnfitImageError` for an image that the model cannot
