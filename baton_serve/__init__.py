@@ -30,8 +30,13 @@ if TYPE_CHECKING:
         ScoringOutput,
         ScoringRequestOutput,
     )
-    from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, RequestOutputKind, SamplingParams
     from baton_serve.engine.offline.prompts import TextPrompt, TokensPrompt
+    from baton_serve.engine.offline.request_params import (
+        BeamSearchParams,
+        PoolingParams,
+        RequestOutputKind,
+        SamplingParams,
+    )
     from baton_serve.engine.offline.requested_adapters import LoRARequest
     from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
@@ -40,19 +45,19 @@ __version__ = VERSION
 _MODULES = {
     "LLM": "offline.llm",
     "AsyncLLMEngine": "offline.async_engine",
-    "BeamSearchParams": "offline.params",
+    "BeamSearchParams": "offline.request_params",
     "EngineArgs": "offline.engine_args",
     "LLMEngine": "offline.llm_engine",
     "LoRARequest": "offline.requested_adapters",
-    "PoolingParams": "offline.params",
-    "SamplingParams": "offline.params",
+    "PoolingParams": "offline.request_params",
+    "SamplingParams": "offline.request_params",
     "GuidedDecodingParams": "offline.structured",
     "StructuredOutputsParams": "offline.structured",
     "ModelRegistry": "model.plugin_models",
     "AsyncEngineArgs": "offline.engine_args",
     "AsyncLLM": "offline.async_engine",
     "FlexibleArgumentParser": "offline.command_line",
-    "RequestOutputKind": "offline.params",
+    "RequestOutputKind": "offline.request_params",
     "TextPrompt": "offline.prompts",
     "TokensPrompt": "offline.prompts",
     "RequestOutput": "offline.outputs",

@@ -11,7 +11,7 @@ from PIL import Image
 
 from baton_serve.contracts.media import NO_HEADER, MediaSpan, digest_of
 from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageReservation

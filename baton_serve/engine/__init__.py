@@ -40,21 +40,21 @@ if TYPE_CHECKING:
     from baton_serve.engine.offline.engine_args import EngineArgs
     from baton_serve.engine.offline.llm import LLM
     from baton_serve.engine.offline.llm_engine import LLMEngine
-    from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams
+    from baton_serve.engine.offline.request_params import BeamSearchParams, PoolingParams, SamplingParams
     from baton_serve.engine.offline.requested_adapters import LoRARequest
     from baton_serve.engine.offline.structured import GuidedDecodingParams, StructuredOutputsParams
 
 _LATE = {
     "AsyncLLMEngine": "baton_serve.engine.offline.async_engine",
-    "BeamSearchParams": "baton_serve.engine.offline.params",
+    "BeamSearchParams": "baton_serve.engine.offline.request_params",
     "Engine": "baton_serve.engine.engine",
     "KVCache": "baton_serve.engine.kv.kv_cache",
     "EngineArgs": "baton_serve.engine.offline.engine_args",
     "LLM": "baton_serve.engine.offline.llm",
     "LLMEngine": "baton_serve.engine.offline.llm_engine",
     "LoRARequest": "baton_serve.engine.offline.requested_adapters",
-    "PoolingParams": "baton_serve.engine.offline.params",
-    "SamplingParams": "baton_serve.engine.offline.params",
+    "PoolingParams": "baton_serve.engine.offline.request_params",
+    "SamplingParams": "baton_serve.engine.offline.request_params",
     "GuidedDecodingParams": "baton_serve.engine.offline.structured",
     "StructuredOutputsParams": "baton_serve.engine.offline.structured",
 }

@@ -46,7 +46,7 @@ from baton_serve.engine.parallel.tp_executor import make_block_copier, make_exec
 from baton_serve.engine.sample.constraints import ConstraintBuilder
 from baton_serve.engine.sample.grammar import Grammars
 from baton_serve.engine.sample.token_masks import TokenMasker
-from baton_serve.engine.step.cache_memory import CacheMemory, make_state_copier
+from baton_serve.engine.step.cache_copies import CacheMemory, make_state_copier
 from baton_serve.engine.step.cache_sizing import KVCacheBuilder
 from baton_serve.engine.step.engine_stats import StepMeter, engine_stats
 from baton_serve.engine.step.layer_groups import LayerGroupReporter, OnLayerGroup, plan_layer_groups

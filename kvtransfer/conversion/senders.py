@@ -10,7 +10,7 @@ from baton_serve.kvtransfer.conversion.tensors import recoded
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import HostArea
 from baton_serve.kvtransfer.transports.port import ParcelContent, Prepared
-from baton_serve.kvtransfer.transports.staged import StagedFrames, hashed, pinned
+from baton_serve.kvtransfer.transports.zeromq_staged import StagedFrames, hashed, pinned
 
 
 class NarrowingSender(StagedFrames):

@@ -137,7 +137,7 @@ class ZeromqTransport:
             return narrowing
         if request.memory.host_view is not None:
             return FrameSender(Offer(self.name), request, settings)
-        staged = _loaded("baton_serve.kvtransfer.transports.staged")
+        staged = _loaded("baton_serve.kvtransfer.transports.zeromq_staged")
         sender: Sender = staged.StagedFrameSender(Offer(self.name), request.memory, settings)
         return sender
 
@@ -149,7 +149,9 @@ class ZeromqTransport:
             return converting
         if target.memory.host_view is not None:
             return FrameReceiver(host_blocks(target.memory))
-        receiver: Receiver = _loaded("baton_serve.kvtransfer.transports.staged").StagedFrameReceiver(target.memory)
+        receiver: Receiver = _loaded("baton_serve.kvtransfer.transports.zeromq_staged").StagedFrameReceiver(
+            target.memory
+        )
         return receiver
 
     async def close(self) -> None:

@@ -26,7 +26,7 @@ from baton_serve.engine.kernels import (
 from baton_serve.engine.kernels.quantized import pack_codes
 from baton_serve.engine.kernels.reference import layers as twin_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
-from baton_serve.services.doctor.kernels import KERNELS, KernelFacts
+from baton_serve.services.doctor.kernel_findings import KERNELS, KernelFacts
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN = 8, 2, 64, 512
 CONTEXTS = (70, 9, 200)

@@ -12,11 +12,11 @@ import msgspec
 from baton_serve.services.common.settings.configuration import environment, load_settings
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.doctor.cards import check_cards, check_visible
+from baton_serve.services.doctor.device_findings import check_transports, device_findings, probe_devices
 from baton_serve.services.doctor.device_probe import ProbeFacts
-from baton_serve.services.doctor.devices import check_transports, device_findings, probe_devices
 from baton_serve.services.doctor.findings import DoctorReport, Finding
+from baton_serve.services.doctor.kernel_findings import check_kernels
 from baton_serve.services.doctor.kernel_table import as_table, prove_kernels
-from baton_serve.services.doctor.kernels import check_kernels
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.network import check_network
 from baton_serve.services.doctor.report import STATUS_MARKS, Redaction, as_issue_text

@@ -21,7 +21,7 @@ from baton_serve.contracts.messages import ToInstance, WeightsSource
 from baton_serve.engine import Engine
 from baton_serve.engine.device import release_unused
 from baton_serve.engine.errors import ConfigError, ModelError
-from baton_serve.engine.loading.replacement import check_replacement
+from baton_serve.engine.loading.weight_replacement import check_replacement
 from baton_serve.engine.pooling.encode_engine import ImageEncoder
 from baton_serve.engine.pooling.engine import PoolingEngine
 from baton_serve.services.common.rpc.instance_link import RouterId

@@ -46,7 +46,7 @@ from baton_serve.services.instance.components import InstanceService, MakeHandle
 from baton_serve.services.instance.cpu_sharing.time_slicing import TimeSlicer
 from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.encoding_server import EncodingServer
-from baton_serve.services.instance.engine_setup import (
+from baton_serve.services.instance.engine_builder import (
     build_engine,
     build_image_encoder,
     build_pooling_engine,

@@ -1,6 +1,6 @@
 """Entry point of `baton router`: read the settings, construct every part of the router process, and serve.
 
-`processes.process` calls `start` too, for each process of a router with `--workers`.
+`processes.router_process` calls `start` too, for each process of a router with `--workers`.
 """
 
 import gc

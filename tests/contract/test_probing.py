@@ -13,7 +13,7 @@ import pytest
 from baton_serve.kvtransfer.ladder import Rung
 from baton_serve.kvtransfer.probing.plan import ProbePlan
 from baton_serve.kvtransfer.probing.running import COMMAND, ProbeRunner
-from baton_serve.services.doctor.devices import check_transports
+from baton_serve.services.doctor.device_findings import check_transports
 from tests.contract.test_transports import handoff, run
 from tests.contract.transports_pair import LAYOUT, NUM_BLOCKS, SETTINGS, Meddler, Pair, TensorMemory, pair_of
 

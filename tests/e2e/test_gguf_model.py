@@ -15,10 +15,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from baton_serve.engine.loading.gguf import dense_layers
 from baton_serve.engine.loading.gguf_folder import unpack
+from baton_serve.engine.loading.gguf_weights import dense_layers
 from baton_serve.engine.loading.native.dense_config import read_folder
-from baton_serve.engine.loading.native.network import DenseModel
+from baton_serve.engine.loading.native.dense_decoder import DenseModel
 from baton_serve.engine.loading.quantization.prequantized import numbers
 from baton_serve.services.local.launches import ProgramLauncher
 from baton_serve.services.local.supervisor import MODULE

@@ -10,7 +10,7 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.engine.offline.llm import LLM
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.e2e.cluster import Api, baton, environment, run_baton, wait_until
 from tests.e2e.kernel_cache import link_kernels

@@ -16,7 +16,7 @@ from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import AdapterError, ConfigError, ModelError
 from baton_serve.engine.loading.sharded_saving import save_sharded_state
 from baton_serve.engine.offline.llm import LLM
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 from tests.adapters import write_adapter
 from tests.e2e.cluster import Cluster, run_baton
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens

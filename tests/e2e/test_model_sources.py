@@ -14,7 +14,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.offline.llm import LLM
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 from tests.e2e.cluster import Api, Cluster, baton, environment, run_baton, wait_until
 from tests.e2e.kernel_cache import link_kernels
 from tests.e2e.test_equality import expected_tokens, prompt_of, served_tokens

@@ -15,7 +15,7 @@ from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.parallel import ranks, tp_worker
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import Command, CommandAnswer, CommandFailed
-from baton_serve.engine.pooling import loader, rank
+from baton_serve.engine.pooling import loader, pooling_tp_worker
 from baton_serve.services.instance.rank_transfers import RANK_PROGRAM
 from baton_serve.services.instance.rank_transfers.rank_program import make_worker
 
@@ -86,7 +86,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
     makers: dict[str, Any] = {
         ranks.DECODER_RANK: tp_worker.TPWorker,
-        ranks.POOLING_RANK: rank.PoolingWorker,
+        ranks.POOLING_RANK: pooling_tp_worker.PoolingWorker,
         RANK_PROGRAM: make_worker,
     }
 
@@ -100,4 +100,4 @@ def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tp_worker, "load", one_after_another(load))
     load_vectors = one_after_another(loader.load_pooling_model)
     monkeypatch.setattr(loader, "load_pooling_model", load_vectors)
-    monkeypatch.setattr(rank, "load_pooling_model", load_vectors)
+    monkeypatch.setattr(pooling_tp_worker, "load_pooling_model", load_vectors)

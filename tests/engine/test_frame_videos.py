@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from baton_serve import LLM, SamplingParams
 from baton_serve.contracts.vision import UnfitImageError, configured
-from baton_serve.contracts.vision.frames import FrameRules
+from baton_serve.contracts.vision.framewise_videos import FrameRules
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.served_model import ServedModel
 from tests.images import family_of

@@ -10,10 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers import modeling_gguf_pytorch_utils as theirs
 
 from baton_serve.engine import ModelError
-from baton_serve.engine.loading.gguf import tensor_names
 from baton_serve.engine.loading.gguf_folder import unpack
 from baton_serve.engine.loading.gguf_header import TYPES, GgufFile, GgufFormatError, read_gguf
 from baton_serve.engine.loading.gguf_metadata import generation_config
+from baton_serve.engine.loading.gguf_weights import tensor_names
 from baton_serve.services.local.settings import DEMO_MODEL
 from tests.gguf_files import Kind, projections, write_gguf, write_lone_gguf
 

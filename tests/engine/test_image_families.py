@@ -17,7 +17,7 @@ from baton_serve import LLM, SamplingParams
 from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, digest_of
 from baton_serve.contracts.messages import Work, with_prompt_root
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, image_family, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision import load_images

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from baton_serve.contracts.vision import configured, image_family
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.model.vision import image_reader
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 

@@ -23,7 +23,7 @@ from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.pooling import PoolingInput, PoolingSpec, PoolingTask
 from baton_serve.contracts.vision import embedder_images, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import ConfigError, EngineConfig, RequestError
 from baton_serve.engine.config import RunnerType, Task
 from baton_serve.engine.pooling.engine import PoolingEngine

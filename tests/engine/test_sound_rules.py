@@ -13,7 +13,7 @@ from transformers.models.qwen3_omni_moe.processing_qwen3_omni_moe import (
 from baton_serve.audio_samples import read_wav, wav_of
 from baton_serve.contracts.media import MAX_IMAGE_BYTES
 from baton_serve.contracts.vision import HEARD, SERVED, UnfitImageError, image_family, why_unread
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 LENGTHS = [1, 159, 160, 161, 400, 479, 480, 481, 16_000, 16_123, 31_999, 32_000, 32_001, 50_000]
 SOUNDS = {"feature_extractor_type": "WhisperFeatureExtractor", "chunk_length": 2}

@@ -18,7 +18,7 @@ from baton_serve.contracts.audio import is_wav
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision import MediaText, expand_runs, image_family, media_spans, write_parts
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import RequestError
 from tests.engine.driving import hand_over, make_engine, make_work, run

@@ -24,7 +24,7 @@ from baton_serve.contracts.vision import (
     media_spans,
     write_parts_as_tokens,
 )
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import RequestError

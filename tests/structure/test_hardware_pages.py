@@ -8,10 +8,10 @@ import pytest
 
 from baton_serve.services.cli import COMMANDS
 from baton_serve.services.doctor.cards import check_cards
+from baton_serve.services.doctor.device_findings import device_findings
 from baton_serve.services.doctor.device_probe import DeviceFacts, ProbeFacts
-from baton_serve.services.doctor.devices import device_findings
 from baton_serve.services.doctor.findings import DoctorReport, Finding
-from baton_serve.services.doctor.kernels import KernelFacts, kernel_finding
+from baton_serve.services.doctor.kernel_findings import KernelFacts, kernel_finding
 from baton_serve.services.doctor.limits import check_limits
 from baton_serve.services.doctor.main import as_text
 from tests.unit.doctor.machine import add_card

@@ -36,10 +36,10 @@ from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Work, with_prompt_root
 from baton_serve.contracts.sampling import SamplingSpec
 from baton_serve.contracts.vision import image_family, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import Engine, EngineConfig, device
+from baton_serve.engine.model.vision.decoded_media import KeptPictures
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage, Pixels
-from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 from baton_serve.engine.model.vision.tower import load_tower
 
 SMALL_KV_BYTES = 64 << 20

@@ -33,7 +33,7 @@ from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import TransferError, TransferNode, TransferSettings
 from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks, HostArea
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend, DevicePair
-from baton_serve.kvtransfer.transports.staged import pinned
+from baton_serve.kvtransfer.transports.zeromq_staged import pinned
 
 PREFILL_S = 0.218
 """Seconds of prefill of an 8,192-token prompt of an 8B model on an H200 (docs/performance.md)."""

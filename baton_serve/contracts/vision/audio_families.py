@@ -11,9 +11,9 @@ import msgspec
 
 from baton_serve.contracts.media import MAX_IMAGE_BYTES
 from baton_serve.contracts.vision.audio_rules import SoundRules
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 _LONGEST_S = MAX_IMAGE_BYTES // 2 // 16_000 - 1
 """Longest audio in seconds whose samples at 16 kHz fit into one file of a message."""

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 
 from baton_serve.contracts.vision import qwen_glm
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.fixed import FixedImages
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.registry import image_family
 
 _DECODERS = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")

@@ -7,9 +7,9 @@ import msgspec
 
 from baton_serve.contracts.media import Clip, Embedded, TokenGrid
 from baton_serve.contracts.vision.audio_rules import SoundRules
-from baton_serve.contracts.vision.facts import ModelFacts
-from baton_serve.contracts.vision.frames import FrameRules
+from baton_serve.contracts.vision.framewise_videos import FrameRules
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.videos import VideoRules
 
 

@@ -2,9 +2,9 @@
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 
 class FixedImages(ImageFamily, frozen=True):

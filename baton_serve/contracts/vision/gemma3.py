@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 import msgspec
 
 from baton_serve.contracts.media import Clip
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import MediaText, Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 
 class _Crops(msgspec.Struct, frozen=True):

@@ -5,9 +5,9 @@ from typing import ClassVar, Literal
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 Budget = Literal[70, 140, 280, 560, 1120]
 """Numbers of tokens for which transformers' processor can scale an image."""

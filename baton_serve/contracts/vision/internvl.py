@@ -4,10 +4,10 @@ from typing import ClassVar
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.frames import frame_rules
+from baton_serve.contracts.vision.framewise_videos import frame_rules
 from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.tiles import TileRules, tile_rules
 
 

@@ -8,9 +8,9 @@ from math import inf
 import msgspec
 
 from baton_serve.contracts.vision import pixtral
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 _CLASS_TOKENS = {"clip_vision_model": 1, "siglip_vision_model": 0}
 """Supported vision towers, and how many of their outputs do not belong to a patch."""

@@ -4,11 +4,11 @@ from math import sqrt
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.frames import frame_rules, pooled
+from baton_serve.contracts.vision.framewise_videos import frame_rules, pooled
 from baton_serve.contracts.vision.llava import Size, best_fit, unpadded
 from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 
 class OneVisionImages(ImageFamily, frozen=True):

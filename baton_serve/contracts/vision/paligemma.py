@@ -6,9 +6,9 @@ Baton counts from 0 as everywhere.
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 _MARK = "<image>"
 """The image token's text, which transformers' processor looks for."""

@@ -6,9 +6,9 @@ from typing import ClassVar
 import msgspec
 
 from baton_serve.contracts.media import Embedded, TokenGrid
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 
 class PixtralImages(ImageFamily, frozen=True):

@@ -12,9 +12,9 @@ import msgspec
 
 from baton_serve.contracts.media import Embedded, TokenGrid
 from baton_serve.contracts.vision.audio_families import sound_rules
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
 from baton_serve.contracts.vision.media_text import Parts, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.scaling import scaled_grid
 from baton_serve.contracts.vision.videos import video_rules
 

@@ -20,8 +20,8 @@ from baton_serve.contracts.vision import (
     pixtral,
     qwen_glm,
 )
-from baton_serve.contracts.vision.facts import EDGES, ModelFacts
 from baton_serve.contracts.vision.family import ImageFamily
+from baton_serve.contracts.vision.model_files import EDGES, ModelFacts
 
 FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "aya_vision": aya_vision.family,

@@ -4,7 +4,7 @@ from functools import lru_cache
 
 import msgspec
 
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 
 class TileRules(msgspec.Struct, frozen=True):

@@ -10,8 +10,8 @@ from typing import Literal
 import msgspec
 
 from baton_serve.contracts.media import MAX_VIDEO_FRAMES, Clip, TokenGrid, float32
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.media_text import MediaText, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.scaling import scaled_grid
 from baton_serve.contracts.vision.video_sampling import SAMPLERS, Sampling
 

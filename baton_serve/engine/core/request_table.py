@@ -25,8 +25,8 @@ from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.block_pool import BlockPool
 from baton_serve.engine.core.checkpoints import StateCheckpoints
+from baton_serve.engine.core.encoder_sources import SourceBlocks
 from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
-from baton_serve.engine.core.sources import SourceBlocks
 from baton_serve.engine.core.window_blocks import WindowBlocks
 from baton_serve.engine.errors import RequestError
 

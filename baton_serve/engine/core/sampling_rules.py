@@ -9,8 +9,8 @@ from itertools import chain
 from baton_serve.contracts.block_hash import prompt_root
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import SamplingSpec
+from baton_serve.engine.core.encoder_sources import check_source
 from baton_serve.engine.core.request_table import SchedulerConfig
-from baton_serve.engine.core.sources import check_source
 from baton_serve.engine.errors import RequestError
 
 GREEDY_BELOW = 1e-5

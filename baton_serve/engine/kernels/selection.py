@@ -16,7 +16,7 @@ from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, PackedDe
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
-from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers, has_package
+from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers, has_package
 from baton_serve.engine.kernels.metadata import (
     AdapterKernels,
     AttentionBackend,

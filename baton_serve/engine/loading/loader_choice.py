@@ -12,7 +12,7 @@ from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError
-from baton_serve.engine.loading.gguf import gguf_file
+from baton_serve.engine.loading.gguf_weights import gguf_file
 from baton_serve.engine.loading.native.loader import load_dense
 from baton_serve.engine.model.fingerprint import versioned
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress

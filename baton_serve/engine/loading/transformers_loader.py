@@ -20,7 +20,7 @@ from baton_serve.engine.collectives.shard import UNSHARDED, Shard
 from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import CHECKPOINT_ONLY, EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError
-from baton_serve.engine.loading.gguf import gguf_file, gguf_layers, gguf_tensors
+from baton_serve.engine.loading.gguf_weights import gguf_file, gguf_layers, gguf_tensors
 from baton_serve.engine.loading.layer_probe import ProbedLayers, check_index, probe_layers, refuse_unsupported
 from baton_serve.engine.loading.miniature import check_miniature, needs_comparison
 from baton_serve.engine.loading.quantization import layer_by_layer, prequantized

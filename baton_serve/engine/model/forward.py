@@ -17,7 +17,7 @@ from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
-from baton_serve.engine.model import fused, fused_cpu, fused_layers
+from baton_serve.engine.model import fused_cpu, fused_forward, fused_layers
 from baton_serve.engine.model import fused_lora as fused_adapted
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.chunked_attention import chunked_batch
@@ -333,7 +333,7 @@ def choose_forward(
     if adapters is not None and fused_adapted.fits(model.module):
         return fused_adapted.AdaptedForward(model, backend, kernels, collectives, adapters)
     if adapters is None and fused_layers.fits(model.module) and not _keeps_modules(model, kernels):
-        return fused.FusedForward(model, backend, kernels, collectives, mixers)
+        return fused_forward.FusedForward(model, backend, kernels, collectives, mixers)
     if any(isinstance(part, QuantizedExperts) for part in model.module.modules()):
         raise UnsupportedModelError(
             f"{model.name}: quantized experts are supported only with fused layers, which do not support this model"

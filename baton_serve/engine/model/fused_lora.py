@@ -18,7 +18,7 @@ from baton_serve.engine.kernels.metadata import Linear
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features
 from baton_serve.engine.model.families import FamilyDescription, describe
-from baton_serve.engine.model.fused import FusedForward
+from baton_serve.engine.model.fused_forward import FusedForward
 from baton_serve.engine.model.fused_layers import Layer, ResidualSum
 from baton_serve.engine.model.fused_mixers import has_mixers
 from baton_serve.engine.model.loaded_model import LoadedModel

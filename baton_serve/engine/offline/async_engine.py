@@ -17,10 +17,10 @@ from baton_serve.engine.errors import ConfigError, EngineError
 from baton_serve.engine.offline.engine_args import EngineArgs, ModelConfig, open_model
 from baton_serve.engine.offline.llm_engine import LLMEngine
 from baton_serve.engine.offline.outputs import PoolingRequestOutput, RequestOutput
-from baton_serve.engine.offline.params import PoolingParams, SamplingParams
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.pooling_queue import PoolingQueue, WaitingInput
 from baton_serve.engine.offline.prompts import Prompt, parse_prompts
+from baton_serve.engine.offline.request_params import PoolingParams, SamplingParams
 from baton_serve.engine.offline.requested_adapters import LoRARequest
 from baton_serve.engine.pooling.engine import PoolingEngine
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from baton_serve.contracts.beam_search import BeamRules, BeamSearch
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine.offline.output_builder import GeneratedSequence
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 
 
 class RequestBeams:

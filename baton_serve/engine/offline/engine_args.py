@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from baton_serve.contracts.flag_choices import REFUSED_LOAD_FORMATS, DeviceName, DtypeName, LoadFormat
 from baton_serve.contracts.model_path import is_lone_gguf, model_folder
 from baton_serve.contracts.vision import default_template
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.config import EngineConfig, KvCacheDtype, Quantization
 from baton_serve.engine.errors import ConfigError, ModelError
 from baton_serve.engine.loading.gguf_folder import unpack_to_cache

@@ -44,8 +44,8 @@ from baton_serve.contracts.vision import (
 )
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.vision.image_types import ImageReader, Pixels
+from baton_serve.engine.offline.audio_inputs import is_list_of_sounds, sound_file
 from baton_serve.engine.offline.prompts import ParsedPrompt
-from baton_serve.engine.offline.sounds import is_list_of_sounds, sound_file
 from baton_serve.engine.offline.videos import GivenVideo, file_of, given_video
 
 Kind = Literal["image", "video", "audio"]

@@ -26,10 +26,10 @@ from baton_serve.engine.offline.outputs import (
     ScoringRequestOutput,
     VectorRequestOutput,
 )
-from baton_serve.engine.offline.params import BeamSearchParams, PoolingParams, SamplingParams, default_params
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompts, checked_tokenizer, parse_prompts
+from baton_serve.engine.offline.request_params import BeamSearchParams, PoolingParams, SamplingParams, default_params
 from baton_serve.engine.offline.requested_adapters import LoRARequest, LoRARequests
 from baton_serve.engine.pooling.engine import PoolingEngine
 

@@ -24,8 +24,8 @@ from baton_serve.engine.offline.engine_args import (
     profiler_folder,
 )
 from baton_serve.engine.offline.outputs import Metric, RequestOutput, engine_metrics
-from baton_serve.engine.offline.params import SamplingParams, default_params
 from baton_serve.engine.offline.prompts import ParsedPrompt, Prompt, checked_tokenizer, parse_prompts, without_text
+from baton_serve.engine.offline.request_params import SamplingParams, default_params
 from baton_serve.engine.offline.request_runner import PreparedPrompt, RequestRunner, StepChanges
 from baton_serve.engine.offline.requested_adapters import LoRARequest, RequestedAdapters
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine.offline.outputs import CompletionOutput, Logprob, Logprobs
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 
 
 class IncrementalTokenizer(Protocol):

@@ -10,13 +10,13 @@ from baton_serve.contracts import pooling
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import READERS, TEXT_ALONE, EmbedderImages, embedder_images
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.errors import ConfigError, EngineError
 from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage
 from baton_serve.engine.offline.engine_args import OpenedModel
-from baton_serve.engine.offline.params import PoolingParams
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt
+from baton_serve.engine.offline.request_params import PoolingParams
 from baton_serve.engine.pooling.engine import PoolingEngine
 
 

@@ -7,10 +7,10 @@ from itertools import groupby
 from baton_serve.contracts import pooling
 from baton_serve.engine.errors import EngineError
 from baton_serve.engine.offline.outputs import PoolingOutput, PoolingRequestOutput, VectorRequestOutput
-from baton_serve.engine.offline.params import PoolingParams
 from baton_serve.engine.offline.pooler import OfflinePooler
 from baton_serve.engine.offline.progress import PromptProgressBar
 from baton_serve.engine.offline.prompts import ParsedPrompt
+from baton_serve.engine.offline.request_params import PoolingParams
 
 
 @dataclass(frozen=True, slots=True)

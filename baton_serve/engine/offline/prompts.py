@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.offline.params import SamplingParams
+from baton_serve.engine.offline.request_params import SamplingParams
 
 
 class TextPrompt(TypedDict):

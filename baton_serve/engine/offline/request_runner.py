@@ -20,7 +20,7 @@ from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.engine.offline.beams import RequestBeams
 from baton_serve.engine.offline.output_builder import GeneratedSequence, OutputBuilder
 from baton_serve.engine.offline.outputs import RequestOutput, new_part
-from baton_serve.engine.offline.params import RequestOutputKind, SamplingParams
+from baton_serve.engine.offline.request_params import RequestOutputKind, SamplingParams
 from baton_serve.engine.offline.requested_adapters import LoRARequest
 from baton_serve.engine.offline.structured import GrammarWriter
 

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from baton_serve.contracts.media import Clip, MediaHeader, with_header
-from baton_serve.contracts.vision.frames import FrameRules
+from baton_serve.contracts.vision.framewise_videos import FrameRules
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.model.vision.video_reader import described

@@ -72,7 +72,7 @@ SEND_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 5.0
 """Time in seconds that ranks and libraries have to end by themselves, before the ranks are killed."""
 
-DECODER_RANK, POOLING_RANK = "baton_serve.engine.parallel.tp_worker", "baton_serve.engine.pooling.rank"
+DECODER_RANK, POOLING_RANK = "baton_serve.engine.parallel.tp_worker", "baton_serve.engine.pooling.pooling_tp_worker"
 """Modules that the other ranks run: those of models that generate text, and of pooling models."""
 
 OnLost = Callable[[str], None]

@@ -10,7 +10,7 @@ from torch import Tensor
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.pooling import PoolingInput
 from baton_serve.contracts.vision import EmbedderImages, embedder_images, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.image_types import DecodedImage, Pixels, check_spans

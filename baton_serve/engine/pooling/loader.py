@@ -21,7 +21,7 @@ from transformers import (
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.pooling import PoolingProfile
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ConfigError, ModelError, UnsupportedModelError

@@ -15,7 +15,7 @@ from baton_serve.engine.core.scheduler import ScheduledBatch, Scheduler
 from baton_serve.engine.core.sequence import SequenceState
 from baton_serve.engine.execution.executor import AfterLayer
 from baton_serve.engine.execution.runner import ModelRunner
-from baton_serve.engine.step.cache_memory import CacheMemory
+from baton_serve.engine.step.cache_copies import CacheMemory
 from baton_serve.engine.step.engine_stats import StepMeter
 from baton_serve.engine.step.in_flight import (
     InFlightStep,

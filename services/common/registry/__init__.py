@@ -3,13 +3,13 @@
 It has one interface (`port`) and two implementations, in a router's memory and in Redis; the URL's scheme selects one.
 """
 
-from baton_serve.services.common.registry.factory import (
+from baton_serve.services.common.registry.port import RegistryClient, RegistryView
+from baton_serve.services.common.registry.registry_choice import (
     check_registry_url,
     hosted_registry,
     registry_client,
     registry_view,
 )
-from baton_serve.services.common.registry.port import RegistryClient, RegistryView
 
 __all__ = [
     "RegistryClient",

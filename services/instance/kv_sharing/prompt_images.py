@@ -22,8 +22,8 @@ from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.device import DTYPES
+from baton_serve.engine.model.vision.decoded_media import KeptPictures
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, EncodedImage, ImageReader, Pixels
-from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 from baton_serve.kvtransfer import (
     Corrupt,
     HostMemory,

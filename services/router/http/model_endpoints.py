@@ -7,7 +7,7 @@ from fastapi import APIRouter, Response
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import default_template
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.router.api.model_service import ModelService
 from baton_serve.services.router.protocol.errors import ModelNotFoundError
 from baton_serve.services.router.protocol.openai_responses import ModelCard, ModelList

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 READY = b"ready\n"
 """Line that a router process writes to its standard output once it accepts requests."""
-_MODULE = "baton_serve.services.router.processes.process"
+_MODULE = "baton_serve.services.router.processes.router_process"
 _CLOSE_GRACE_S = 5.0
 """Time in seconds that a process gets after `--shutdown-timeout-s` to close its connections, before it is killed."""
 

@@ -21,7 +21,7 @@ from baton_serve.contracts.vision import (
     embedder_images,
     image_family,
 )
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.generation_config import GENERATION_CONFIG_FILE, GenerationDefaults, generation_config
 from baton_serve.services.router.protocol.body_scan import TooDeepError, check_counts, parsed
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError

@@ -14,8 +14,8 @@ from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.argmax import argmax
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.tiles import DeviceLimits
+from baton_serve.services.doctor.kernel_findings import KERNELS, MAX_DIFFERENCE
 from baton_serve.services.doctor.kernel_probe import KernelChecks, difference
-from baton_serve.services.doctor.kernels import KERNELS, MAX_DIFFERENCE
 from tests.contract.kernels.triton_batches import DEVICE
 
 DTYPE = torch.float32 if DEVICE.type == "cpu" else torch.bfloat16

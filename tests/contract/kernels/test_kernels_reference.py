@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_serve.engine.kernels.bidirectional import BidirectionalPrompts
-from baton_serve.engine.kernels.library import LibraryAttention
+from baton_serve.engine.kernels.library_kernels import LibraryAttention
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 

@@ -23,7 +23,7 @@ from baton_serve.engine.kernels.cpu.decoder_proof import (
     Step,
     TwinDecoder,
 )
-from baton_serve.engine.kernels.library import LibraryAttention, PackageLayers
+from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers
 from baton_serve.engine.kernels.metadata import (
     AttentionBackend,
     AttentionMetadata,

@@ -15,7 +15,7 @@ from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.tiles import DeviceLimits
 from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.batch_inputs import StepInputs
-from baton_serve.engine.model.fused import FusedForward
+from baton_serve.engine.model.fused_forward import FusedForward
 from tests.contract.kernels.triton_batches import DEVICE, Batch, random_batch
 from tests.tiny_models import FAMILIES, write_tiny_model
 

@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.row.layers import RowLayers, RowPlan, shape_of
-from baton_serve.engine.model import fused
+from baton_serve.engine.model import fused_forward
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.formats import scheme
@@ -67,8 +67,8 @@ def test_a_decode_step_of_one_row_goes_through_one_kernel(monkeypatch: pytest.Mo
     batch = random_batch([1], [CONTEXT], heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype=torch.float16)
     results = []
     for kernel in (None, made):
-        monkeypatch.setattr(fused, "row_kernel", kernel or (lambda *given: None))
-        forward = fused.FusedForward(model_of(), ReferenceAttention(), triton_layers, SingleRank())
+        monkeypatch.setattr(fused_forward, "row_kernel", kernel or (lambda *given: None))
+        forward = fused_forward.FusedForward(model_of(), ReferenceAttention(), triton_layers, SingleRank())
         caches = [batch.cache.clone() for _ in range(2)]
         logits = forward(inputs_of(batch), caches)
         results.append((logits.float(), torch.stack(caches).float()))

@@ -4,8 +4,8 @@ import sys
 
 import msgspec
 
+from baton_serve.services.doctor.device_findings import check_devices, device_findings
 from baton_serve.services.doctor.device_probe import DeviceFacts, PeerFacts, ProbeFacts
-from baton_serve.services.doctor.devices import check_devices, device_findings
 
 CARD = DeviceFacts(index=0, name="Arc B580", memory_bytes=12 << 30, pinned_to_device=12e9, device_to_pinned=11e9)
 

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from baton_serve.services.doctor.findings import Finding
-from baton_serve.services.doctor.kernels import KERNELS, KernelFacts, check_kernels, kernel_finding
+from baton_serve.services.doctor.kernel_findings import KERNELS, KernelFacts, check_kernels, kernel_finding
 
 
 def prints(*facts: KernelFacts, then: str = "pass") -> tuple[str, ...]:

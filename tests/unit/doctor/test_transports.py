@@ -4,8 +4,8 @@ import pytest
 
 from baton_serve.kvtransfer import Verdict
 from baton_serve.kvtransfer.ladder import ProbeOutcome, Rung
+from baton_serve.services.doctor.device_findings import probe_ends, transport_finding
 from baton_serve.services.doctor.device_probe import DeviceFacts, ProbeFacts
-from baton_serve.services.doctor.devices import probe_ends, transport_finding
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.media import digest_of
 from baton_serve.engine.errors import RequestError
+from baton_serve.engine.model.vision.decoded_media import KeptPictures
 from baton_serve.engine.model.vision.image_types import DecodedImage
-from baton_serve.engine.model.vision.kept_pictures import KeptPictures
 
 OURS, THEIRS = BlockHash(b"ours"), BlockHash(b"theirs")
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.loading.replacement import check_replacement
+from baton_serve.engine.loading.weight_replacement import check_replacement
 from baton_serve.engine.model.fingerprint import versioned
 
 CONFIG = {"model_type": "llama", "hidden_size": 4, "torch_dtype": "float32"}

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from baton_serve.services.instance.engine_setup import ProgressBar
+from baton_serve.services.instance.engine_builder import ProgressBar
 
 
 class Lines(logging.Handler):
@@ -26,7 +26,7 @@ class Lines(logging.Handler):
     [("loading weights", 0.43, "loading weights, 43 %, "), ("building kernels", 0.0, "building kernels, 0 s since")],
 )
 def test_a_stage_that_takes_long_is_logged_again_and_again(stage: str, fraction: float, awaited: str) -> None:
-    lines, logger = Lines(awaited), logging.getLogger("baton_serve.services.instance.engine_setup")
+    lines, logger = Lines(awaited), logging.getLogger("baton_serve.services.instance.engine_builder")
     level = logger.level
     logger.addHandler(lines)
     logger.setLevel(logging.INFO)

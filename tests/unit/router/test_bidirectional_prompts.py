@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.vision import default_template, image_family
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.router.requests.prompt_request import PromptBlockHashes
 from baton_serve.services.router.text.chat_template import ChatTemplates
 

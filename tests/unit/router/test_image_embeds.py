@@ -16,7 +16,7 @@ from safetensors.torch import save
 from baton_serve.contracts.media import Embedded, TokenGrid, digest_of, split_header
 from baton_serve.contracts.messages import Prefill
 from baton_serve.contracts.vision import image_family
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.settings import RouterSettings

@@ -16,8 +16,8 @@ from baton_serve.contracts.block_hash import hash_blocks, root_hash
 from baton_serve.contracts.media import MediaSpan, digest_of
 from baton_serve.contracts.messages import Decode, Generate, Prefill
 from baton_serve.contracts.vision import MediaText, expand_runs, image_family, write_parts, write_parts_as_tokens
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.llava import Llava
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, limits_per_prompt

@@ -12,7 +12,7 @@ import pytest
 from baton_serve.contracts.media import digest_of, split_header
 from baton_serve.contracts.messages import Prefill
 from baton_serve.contracts.vision import image_family
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.settings import RouterSettings

@@ -11,9 +11,9 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.collectives.stage_layers import WHOLE_PIPELINE, Stage
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.loading.gguf import dense_layers, gguf_file
+from baton_serve.engine.loading.gguf_weights import dense_layers, gguf_file
 from baton_serve.engine.loading.native.dense_config import DenseConfig, read_folder
-from baton_serve.engine.loading.native.network import DenseModel, Rotary
+from baton_serve.engine.loading.native.dense_decoder import DenseModel, Rotary
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.quantization.prequantized import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors

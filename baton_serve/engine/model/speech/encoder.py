@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.contracts.block_layout import embedding_layout
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError

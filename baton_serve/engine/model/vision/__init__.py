@@ -11,7 +11,7 @@ from torch import Tensor
 
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import image_family, why_unread
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.vision.decoder import family_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from baton_serve.contracts.vision import ImageFamily, image_family
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.model_folder import HfConfig
 
 T = TypeVar("T")

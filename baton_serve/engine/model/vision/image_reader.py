@@ -26,9 +26,9 @@ from baton_serve.contracts.media import (
     split_header,
 )
 from baton_serve.contracts.vision import ImageFamily, MediaText, configured
-from baton_serve.contracts.vision.frames import FrameRules
+from baton_serve.contracts.vision.framewise_videos import FrameRules
 from baton_serve.engine.errors import ModelError, RequestError
-from baton_serve.engine.model.speech.sounds import HFSoundReader
+from baton_serve.engine.model.speech.chat_audio import HFSoundReader
 from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedImage
 from baton_serve.engine.model.vision.pixel_table import PixelTable, pixel_table
 from baton_serve.engine.model.vision.video_reader import frames_of, pixel_values, pixels_of

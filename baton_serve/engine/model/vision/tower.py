@@ -16,12 +16,12 @@ from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.media import Clip
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.contracts.vision import ImageFamily, UnfitImageError, num_embeddings
-from baton_serve.contracts.vision.facts import ModelFacts
+from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import encoder_fingerprint
-from baton_serve.engine.model.speech.sounds import encode_sound
+from baton_serve.engine.model.speech.chat_audio import encode_sound
 from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.image_types import DecodedImage

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from baton_serve.child_command import module_command
 from baton_serve.contracts.media import Clip, TokenGrid, VideoFile, VideoTask
-from baton_serve.contracts.vision.frames import FrameRules
+from baton_serve.contracts.vision.framewise_videos import FrameRules
 from baton_serve.contracts.vision.videos import VideoRules
 from baton_serve.engine.errors import RequestError
 

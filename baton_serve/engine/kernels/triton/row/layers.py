@@ -4,7 +4,7 @@ a layer.
 A launch costs more than such a barrier, which takes a microsecond. All programs must run at the same time, or they
 would wait for ever: how many can is computed from what the compiler and the device report, and if one of them does not
 report it, this module is not used. A program that has waited for some seconds continues, and all results are NaN
-from then on. Twin: the separate steps (engine.model.fused).
+from then on. Twin: the separate steps (engine.model.fused_forward).
 """
 
 from collections.abc import Sequence

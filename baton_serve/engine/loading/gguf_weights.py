@@ -33,7 +33,7 @@ ROW_PROCESSORS = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProces
 MAX_DIMENSIONS = 2
 """Largest number of dimensions of a tensor whose codes are kept. Stacked experts have three."""
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Layers that run as one product if they are stored in the same format (engine.model.fused)."""
+"""Layers that run as one product if they are stored in the same format (engine.model.fused_forward)."""
 DENSE_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 """Modules of dense decoders by llama.cpp's names of tensors."""
 LAYER_NAMES = {

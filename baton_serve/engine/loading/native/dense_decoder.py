@@ -1,6 +1,6 @@
 """A dense decoder's weights under the names of checkpoints, and its rotary frequencies.
 
-It has no forward; the fused layers compute it (engine/model/fused.py).
+It has no forward; the fused layers compute it (engine/model/fused_forward.py).
 """
 
 import math

@@ -6,8 +6,8 @@ from math import ceil
 import msgspec
 
 from baton_serve.contracts.media import MAX_VIDEO_FRAMES, Clip, float32
-from baton_serve.contracts.vision.facts import ModelFacts
 from baton_serve.contracts.vision.media_text import MediaText, UnfitImageError
+from baton_serve.contracts.vision.model_files import ModelFacts
 
 NUM_FRAMES = 32
 """Frames that are seen of a video if nobody states a number, as in vLLM. transformers would show all of them."""
