@@ -34,9 +34,9 @@ from baton_serve.engine.core.sampling_rules import check_work
 from baton_serve.engine.core.scheduler import Scheduler
 from baton_serve.engine.core.sequence import LogitsProcessor, Mode, SequenceState
 from baton_serve.engine.errors import UsageError
+from baton_serve.engine.execution.engine_setup import EngineSetup
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
-from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters

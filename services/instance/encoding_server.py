@@ -47,7 +47,8 @@ files, so the others wait as files."""
 
 
 class EncodingServer(DrainableServer):
-    """Serves one image encoder; implements `services.instance.components.InstanceService`. Runs on the event loop."""
+    """Serves one image encoder; implements `services.instance.role_interface.InstanceService`. Runs on the event
+    loop."""
 
     def __init__(
         self,

@@ -72,7 +72,7 @@ class _Request:
 
 class PoolingServer(DrainableServer):
     """The server of an instance whose model computes vectors (embeddings, scores); implements
-    `services.instance.components.InstanceService`. Use it only on the event loop.
+    `services.instance.role_interface.InstanceService`. Use it only on the event loop.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ class _Attempt:
 
 class RequestServer(DrainableServer):
     """The server of an instance whose model generates text: it receives messages of routers and sends them the results.
-    Implements `services.instance.components.InstanceService`.
+    Implements `services.instance.role_interface.InstanceService`.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ from baton_serve.services.instance.request_server import Identity, load_of
 
 class SleepingServer(DrainableServer):
     """The server of an instance that has no model, because it sleeps or loads: it refuses every request with
-    `pause_reason`. Implements `services.instance.components.InstanceService`.
+    `pause_reason`. Implements `services.instance.role_interface.InstanceService`.
     """
 
     def __init__(self, identity: Identity, *, stats: EngineStats, router: RouterPort, reason: str) -> None:

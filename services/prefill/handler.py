@@ -16,7 +16,6 @@ from typing import Any
 from baton_serve.contracts.messages import Generate, Prefill
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.instance.attempt_table import AttemptEntry
-from baton_serve.services.instance.components import RoleDependencies
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
@@ -24,6 +23,7 @@ from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import await_grammar, generate
 from baton_serve.services.instance.ports import EngineStats, HandoffCounter, HandoffSourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
+from baton_serve.services.instance.role_interface import RoleDependencies
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver
 
 logger = logging.getLogger(__name__)

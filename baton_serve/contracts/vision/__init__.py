@@ -1,7 +1,7 @@
-"""Defines which models accept images, and what an image becomes in their prompts. Router and engine share these rules.
+"""Defines which models accept images, videos and audio, and what these become in their prompts.
 
-`registry` lists the families, and each file beside it describes one. A family needs only JSON files of the model's
-folder (`facts`), so that a router can count and hash prompts without torch.
+Router and engine share these rules. `registry` lists the families, and each file beside it describes one. A family
+needs only JSON files of the model's folder (`model_files`), so that a router can count and hash prompts without torch.
 """
 
 from baton_serve.contracts.vision.audio_rules import SoundRules

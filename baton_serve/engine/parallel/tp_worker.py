@@ -25,8 +25,8 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.collectives.world import World, place_of
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, ModelError, UnsupportedModelError
+from baton_serve.engine.execution.engine_setup import EngineSetup
 from baton_serve.engine.execution.executor import LocalExecutor
-from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv.capacity import cache_bytes
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
 from baton_serve.engine.kv.state_memory import StatePiece, make_states, pieces_of

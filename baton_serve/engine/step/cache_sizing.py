@@ -8,9 +8,9 @@ from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.errors import ConfigError
+from baton_serve.engine.execution.engine_setup import EngineSetup
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
-from baton_serve.engine.execution.setup import EngineSetup
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.kv_cache import KVCache, KVMemoryKind

@@ -12,7 +12,7 @@ from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.step.profiling import TorchProfiler
 from baton_serve.services.instance.engine_commands import EngineCommands
 from baton_serve.services.instance.engine_thread import EngineThread
-from baton_serve.services.instance.model_switch import ModelConflict
+from baton_serve.services.instance.sleep_and_reload import ModelConflict
 from tests.unit.instance.fakes import ROUTER, FakeEngine, FakeRouterPort, run, settle
 
 

@@ -9,7 +9,7 @@ import pytest
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import EngineCommand, ModelAction, WeightsSource
 from baton_serve.engine.errors import ModelError
-from baton_serve.services.instance.model_switch import PAUSE_REASON, ModelConflict, ModelSwitch
+from baton_serve.services.instance.sleep_and_reload import PAUSE_REASON, ModelConflict, ModelSwitch
 from tests.unit.instance.fakes import run
 
 OLD = WeightsSource(model="/old", load_format="auto")

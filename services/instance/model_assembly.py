@@ -42,7 +42,6 @@ from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.common.zmq.block_events import EventPublisher
 from baton_serve.services.instance.adapter_loader import AdapterLoader
 from baton_serve.services.instance.addresses import tcp
-from baton_serve.services.instance.components import InstanceService, MakeHandler, RoleDependencies
 from baton_serve.services.instance.cpu_sharing.time_slicing import TimeSlicer
 from baton_serve.services.instance.drain.migration import DrainMigration
 from baton_serve.services.instance.encoding_server import EncodingServer
@@ -62,6 +61,7 @@ from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.pooling_server import PoolingServer
 from baton_serve.services.instance.rank_transfers.start_ranks import start_ranks
 from baton_serve.services.instance.request_server import Identity, RequestServer
+from baton_serve.services.instance.role_interface import InstanceService, MakeHandler, RoleDependencies
 from baton_serve.services.instance.settings import InstanceSettings, peer_access
 from baton_serve.services.instance.traced_role import TracedRole
 from baton_serve.services.instance.watchdog.step_watchdog import StepWatchdog
