@@ -12,7 +12,7 @@ from baton_serve.engine.model.vision.image_types import NO_PIXELS
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 
 

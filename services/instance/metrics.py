@@ -234,7 +234,7 @@ class TransferMetrics:
 class EmbeddingMetrics:
     """Counts images that are encoded here, on an encode instance, and embeddings that come from there, on the others.
 
-    Implements `engine.pooling.encode_engine.EncodeObserver` and `kv_sharing.prompt_images.FetchCounter`.
+    Implements `engine.pooling.encode_engine.EncodeObserver` and `kv_sharing.encoded_images.FetchCounter`.
     """
 
     def __init__(self, registry: CollectorRegistry, role: Role) -> None:

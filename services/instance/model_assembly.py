@@ -54,7 +54,7 @@ from baton_serve.services.instance.engine_builder import (
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, StartFailed
 from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
-from baton_serve.services.instance.kv_sharing.prompt_images import EmbeddingFetcher, PromptImageSource
+from baton_serve.services.instance.kv_sharing.encoded_images import EmbeddingFetcher, PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.nodes.meeting import NodeMeeting

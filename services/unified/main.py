@@ -11,7 +11,7 @@ from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.engine_thread import EngineCalls
-from baton_serve.services.instance.kv_sharing.prompt_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.nodes.rank_host import run_node

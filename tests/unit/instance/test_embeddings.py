@@ -18,7 +18,7 @@ from baton_serve.engine.model.vision.image_types import DecodedImage, EncodedIma
 from baton_serve.kvtransfer import HostMemory, PeerLost, SourceFailed, TransferNode
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry
-from baton_serve.services.instance.kv_sharing.prompt_images import ArrivingBlocks, EmbeddingFetcher, PromptImageSource
+from baton_serve.services.instance.kv_sharing.encoded_images import ArrivingBlocks, EmbeddingFetcher, PromptImageSource
 from tests.unit.instance.fakes import work
 
 WIDTH = 4
