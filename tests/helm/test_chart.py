@@ -279,6 +279,17 @@ def test_instances_are_reached_by_routers_alone_and_redis_by_the_release() -> No
     assert redis["ingress"][0]["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "test"
 
 
+def test_pods_reach_the_ranks_of_instances_with_several_cards() -> None:
+    """They send their parts of blocks from ports that the system chooses."""
+    rendered = objects({"decode": {"engine": {"tensorParallelSize": 2}}})
+    for role, is_open in (("decode", True), ("prefill", False)):
+        rules = named(rendered, "NetworkPolicy", f"-{role}")["spec"]["ingress"]
+        (whole,) = [rule for rule in rules if "ports" not in rule] or [None]
+        assert (whole is not None) == is_open
+        if whole is not None:
+            assert whole["from"][0]["podSelector"]["matchLabels"]["app.kubernetes.io/instance"] == "test"
+
+
 def test_egress_reaches_what_the_install_needs() -> None:
     def open_ports(path: Path | None) -> set[int]:
         egress = named(render(path), "NetworkPolicy", "-router")["spec"]["egress"]
