@@ -261,6 +261,29 @@ def test_the_kernels_of_this_cpu_are_right_for_all_kinds_of_models() -> None:
     assert not wrong(prove_kernels(kernel_candidates(CPU, torch.bfloat16), LATENT, CPU, folder=None))
 
 
+@pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_the_call_for_all_layers_is_right_for_caches_of_codes(kind: torch.dtype, head_dim: int) -> None:
+    decoders = kernel_candidates(CPU, torch.bfloat16).decoders
+    specs = (AttentionSpec(head_dim**-0.5),)
+    mixers = MixerShapes(num_key_heads=2, num_heads=4, key_size=16, value_size=16, taps=4)
+    shapes = replace(SHAPES, dtype=torch.bfloat16, cache_dtype=kind, scale_rows=2, head_dim=head_dim, specs=specs)
+    candidates = KernelCandidates(decoders=decoders)
+    kernels = prove_kernels(candidates, replace(shapes, mixers=mixers), CPU, folder=None)
+    assert kernels.has_decoder is bool(decoders) and not wrong(kernels)
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_a_decoder_that_stores_nothing_is_found_for_caches_of_any_dtype(kind: torch.dtype) -> None:
+    def forgetful(decoder: SmallDecoder) -> Step:
+        right = TwinDecoder(decoder)
+        return lambda residual, rotation, caches, *rest: right(residual, rotation, [c.clone() for c in caches], *rest)
+
+    shapes = replace(SHAPES, dtype=torch.bfloat16, cache_dtype=kind, scale_rows=2 * (kind != torch.bfloat16))
+    candidates = KernelCandidates(decoders=(KernelCandidate("fake", lambda: forgetful),))
+    assert wrong(prove_kernels(candidates, shapes, CPU, folder=None)) == ["decoder"]
+
+
 class WrongDecoder:
     def __call__(self, decoder: SmallDecoder) -> Step:
         right = TwinDecoder(decoder)

@@ -45,6 +45,9 @@ from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 HIDDEN, INNER, VOCAB_SIZE = 128, 128, 96
 MAX_KV_HEADS = 2
+CODE_STEPS = {torch.float8_e4m3fn: 1 / 8, torch.float8_e5m2: 1 / 4}
+"""By dtype of the KV cache: the largest relative distance of two neighbouring codes. The twin rounds to bf16 at other
+places, so a key may get the next code. Codes of int8 are closer than the tolerance."""
 LATENT_HEADS, LATENT_KEY_SIZE, LATENT_VALUE_SIZE, QUERY_RANK = 4, 24, 32, 40
 """Sizes of latent attention that a model's KV cache does not state."""
 
@@ -322,6 +325,7 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
     draw = Draw(host, shapes.dtype)
     ratio, num_kv_heads = shapes.num_heads // shapes.num_kv_heads, min(MAX_KV_HEADS, shapes.num_kv_heads)
     small = replace(shapes, num_kv_heads=num_kv_heads, num_heads=ratio * num_kv_heads)
+    tolerance = 2 * shapes.tolerance + CODE_STEPS.get(shapes.cache_dtype, 0.0)
     found = []
     for kind, form in _kinds(shapes):
         decoder = _draw_decoder(small, kind, form, draw)
@@ -330,7 +334,7 @@ def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
             label = str(shapes.dtype).removeprefix("torch.") if form is None else form.codebook
             rules = "".join(dict.fromkeys(described(layer.spec) for layer in decoder.layers))
             shape = f"{small.num_heads} heads, {num_kv_heads} KV heads of {small.head_dim}, {label}{rules}{kind.label}"
-            found.append(Operation("decoder", shape, _run(decoder, small, draw, kind), 2 * shapes.tolerance))
+            found.append(Operation("decoder", shape, _run(decoder, small, draw, kind), tolerance))
     return found
 
 
