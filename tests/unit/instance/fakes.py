@@ -389,5 +389,5 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 10))
+def run(test: Coroutine[Any, Any, None], *, limit_s: float = 10) -> None:
+    asyncio.run(asyncio.wait_for(test, limit_s))
