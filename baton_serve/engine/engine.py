@@ -40,7 +40,8 @@ from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.lora.loaded import LoadedAdapters
-from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels, check_images, give_images
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
+from baton_serve.engine.model.vision.placeholder_check import check_images, give_images
 from baton_serve.engine.parallel.ranks import OnLost, Ranks, RemoteRanks
 from baton_serve.engine.parallel.tp_executor import make_block_copier, make_executor
 from baton_serve.engine.sample.constraints import ConstraintBuilder

@@ -28,7 +28,7 @@ from baton_serve.kvtransfer.control_messages import (
 from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
 from baton_serve.kvtransfer.probing.producer import ProbeHost
 from baton_serve.kvtransfer.producer.connections import ConsumerConnections
-from baton_serve.kvtransfer.producer.handoffs import Handoff, HandoffTable
+from baton_serve.kvtransfer.producer.handoff_table import Handoff, HandoffTable
 from baton_serve.kvtransfer.producer.link import ProducerLink
 from baton_serve.kvtransfer.producer.send_queue import SendBatch
 from baton_serve.kvtransfer.session.producer import CODE_OF, ProducerSession

@@ -16,8 +16,8 @@ from baton_serve.services.doctor.device_findings import check_transports, device
 from baton_serve.services.doctor.device_probe import ProbeFacts
 from baton_serve.services.doctor.findings import DoctorReport, Finding
 from baton_serve.services.doctor.kernel_findings import check_kernels
-from baton_serve.services.doctor.kernel_table import as_table, prove_kernels
 from baton_serve.services.doctor.limits import check_limits
+from baton_serve.services.doctor.model_kernel_table import as_table, prove_kernels
 from baton_serve.services.doctor.network import check_network
 from baton_serve.services.doctor.report import STATUS_MARKS, Redaction, as_issue_text
 from baton_serve.services.doctor.settings import DoctorSettings

@@ -13,7 +13,8 @@ from baton_serve.contracts.vision import EmbedderImages, embedder_images, num_em
 from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.image_types import DecodedImage, Pixels, check_spans
+from baton_serve.engine.model.vision.image_types import DecodedImage, Pixels
+from baton_serve.engine.model.vision.placeholder_check import check_spans
 
 _TRIED = 64, 48
 """Width and height of the image that is computed at the start, in pixels."""

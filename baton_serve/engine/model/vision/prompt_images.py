@@ -17,7 +17,8 @@ from baton_serve.engine.core.sequence import Request
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.batch_inputs import ImageRows
 from baton_serve.engine.model.vision.image_reader import HFImageReader
-from baton_serve.engine.model.vision.image_types import EncodedImage, Pixels, check_spans
+from baton_serve.engine.model.vision.image_types import EncodedImage, Pixels
+from baton_serve.engine.model.vision.placeholder_check import check_spans
 from baton_serve.engine.model.vision.tower import VisionTower
 
 MAX_KEPT_BYTES = 64 << 20

@@ -10,7 +10,7 @@ from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.doctor.findings import DoctorReport, Finding, problem
 
-PROOF = module_command("baton_serve.services.doctor.kernel_proof")
+PROOF = module_command("baton_serve.services.doctor.model_kernel_proof")
 HEADER = ("operation", "shape", "kernel", "verdict", "difference", "time", "chosen")
 
 
@@ -73,7 +73,7 @@ def _wrong(verdict: KernelVerdict) -> Finding:
 
 
 def _failed(why: str) -> Finding:
-    return problem("kernels", why, "see `dmesg`; run `python -m baton_serve.services.doctor.kernel_proof`")
+    return problem("kernels", why, "see `dmesg`; run `python -m baton_serve.services.doctor.model_kernel_proof`")
 
 
 def _fate(done: "subprocess.CompletedProcess[bytes]") -> str:

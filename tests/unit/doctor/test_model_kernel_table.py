@@ -9,7 +9,7 @@ import pytest
 
 from baton_serve.contracts.instance import KernelVerdict
 from baton_serve.services.doctor import main as doctor
-from baton_serve.services.doctor.kernel_table import as_table, prove_kernels
+from baton_serve.services.doctor.model_kernel_table import as_table, prove_kernels
 
 GOOD = KernelVerdict("norm", "hidden size 64", "C++", is_right=True, is_chosen=True, difference=0.001, time_s=2e-6)
 WRONG = KernelVerdict("gate", "width 128", "C++", is_right=False, difference=0.5)
