@@ -105,7 +105,7 @@ class RankParts:
     """The parts of linear attention by the gated delta rule by name."""
     experts: dict[str, slice] = field(default_factory=dict)
     """The experts that this rank holds, by module with stacked experts that is not divided by width."""
-    silent: list[str] = field(default_factory=list)
+    zero_outputs: list[str] = field(default_factory=list)
     """Modules whose outputs are zeros on this rank, because a sum over ranks would add them several times."""
     numbers: dict[str, int] = field(default_factory=dict)
     """This rank's values of further attributes of modules, such as "model.layers.0.mlp.width"."""
@@ -352,7 +352,7 @@ class _Splitter:
         # Experts of LongCat-Flash that return their input, and have no weights.
         has_identities = isinstance(getattr(module, "identity_expert", None), nn.Identity)
         if has_identities and self._shard.rank > 0:
-            self.parts.silent.append(f"{name}.identity_expert")
+            self.parts.zero_outputs.append(f"{name}.identity_expert")
         # Experts of Llama 4 take tokens in the order of experts, of which all are there.
         if self._by_expert and not has_identities and not has_halves:
             self._split_by_expert(name, module)
@@ -489,14 +489,14 @@ def narrow(module: nn.Module, parts: RankParts) -> None:
         narrow_delta(module.get_submodule(name), linear)
     for name, held in parts.experts.items():
         _narrow_experts(module.get_submodule(name), held)
-    for name in parts.silent:
-        module.set_submodule(name, Silent())
+    for name in parts.zero_outputs:
+        module.set_submodule(name, ZeroOutput())
     for path, number in parts.numbers.items():
         name, _, attribute = path.rpartition(".")
         setattr(module.get_submodule(name), attribute, number)
 
 
-class Silent(nn.Module):
+class ZeroOutput(nn.Module):
     """Stands for a module whose output rank 0 adds alone."""
 
     def forward(self, values: Tensor) -> Tensor:
