@@ -46,6 +46,7 @@ MLPS = (
     (("dense_h_to_4h",), "dense_4h_to_h"),
     (("intermediate.dense",), "output.dense"),
     (("Wi",), "Wo"),
+    (("w1", "w3"), "w2"),
 )
 """Names of the products of an MLP: first the products that read its input, then the product of its output."""
 HEADS, KV_HEADS = "the attention heads", "the KV heads"
