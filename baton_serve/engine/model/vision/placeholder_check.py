@@ -14,7 +14,10 @@ from baton_serve.engine.model.vision.image_types import EncodedImage, Pixels, Pr
 
 def check_spans(media: Sequence[MediaSpan], token_ids: Sequence[int], family: ImageFamily, pixels: Pixels) -> None:
     """Check that all images of a prompt were sent (`pixels`, by digest), and that their placeholder tokens are in the
-    prompt's `token_ids`. Raises `RequestError` otherwise.
+    prompt's `token_ids`.
+
+    Raises `RequestError`: `invalid` if an image is missing, is of a size that the family refuses, or is not at its
+    place; `internal` if an encode instance computed another number of embeddings than the prompt has placeholders.
     """
     at = 0
     for span in media:
