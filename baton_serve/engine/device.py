@@ -10,7 +10,7 @@ import importlib.util
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -278,6 +278,11 @@ class SideStream:
 def order_after(device: torch.device, event: DeviceEvent) -> None:
     """Make all work that this thread queues on the device from now on wait for `event`. The host does not wait."""
     _module(device).current_stream(device).wait_event(event)
+
+
+def distinct(events: Iterable[DeviceEvent | None]) -> list[DeviceEvent]:
+    """Return each event once, in order, and leave out None."""
+    return list({id(event): event for event in events if event is not None}.values())
 
 
 RunBeside = Callable[[Callable[[], None]], Callable[[], None]]

@@ -213,7 +213,7 @@ def damage(engine: Engine) -> int:
     """Flip a bit of each block in the host tier, each at another place. Return the number of blocks."""
     memory = engine._host
     assert memory.tier is not None
-    slots = [memory._slot(memory.tier._slots[name]) for name in memory.tier.names()]
+    slots = [memory.slots.slot(memory.tier._slots[name]) for name in memory.tier.names()]
     for number, slot in enumerate(slots):
         slot[(997 * number) % len(slot)] ^= 0x10
     return len(slots)

@@ -10,7 +10,7 @@ from baton_serve.contracts.block_hash import hash_blocks
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.engine import Engine
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.kv.host_blocks import SlotChecksums
+from baton_serve.engine.kv.host_slots import SlotChecksums
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from tests.devices import DEVICE
 from tests.engine.conftest import Reference, References
@@ -145,7 +145,7 @@ def damage(engine: Engine) -> int:
     assert memory.tier is not None
     names = memory.tier.names()
     for number, name in enumerate(names):
-        slot = memory._slot(memory.tier._slots[name])
+        slot = memory.slots.slot(memory.tier._slots[name])
         slot[(997 * number) % len(slot)] ^= 0x40
     return len(names)
 
@@ -239,15 +239,12 @@ def test_blocks_that_were_damaged_in_the_host_tier_are_neither_pinned_nor_kept_f
             engine.check_invariants()
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "llama")
     with pytest.raises(ConfigError, match="less than one block"):
         make_engine(folder, host_kv_bytes=10)
     with pytest.raises(ConfigError, match="prefix"):
         make_engine(folder, host_kv_bytes=1 << 20, enable_prefix_caching=False)
-    place_kv_caches(monkeypatch, "mirrored")
-    with pytest.raises(ConfigError, match="tensor_parallel_size"):
-        make_engine(folder, host_kv_bytes=1 << 20)
 
 
 def _bytes(engine: Engine, block: int) -> list[int]:

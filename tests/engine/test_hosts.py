@@ -10,6 +10,7 @@ from baton_serve.engine.parallel import tp_executor
 from tests.engine.conftest import References
 from tests.engine.driving import hand_over, make_engine, make_work, run
 from tests.engine.rank_threads import RemoteThreads
+from tests.engine.test_host_tier import ask_in_turn, evict
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("threaded_ranks")]
 
@@ -63,12 +64,29 @@ def test_tokens_and_handoffs(
             assert [found[str(number), 0] for number in range(len(reference.prompts))] == reference.answers
 
 
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["ranks", "stages"]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_each_host_keeps_its_parts_of_evicted_blocks(
+    family: str, settings: dict[str, Any], references: References
+) -> None:
+    reference = references(family)
+    with make_engine(reference.folder) as one:
+        num_blocks = 8 + 3 * one.layout.state_blocks
+    small = {"num_gpu_blocks_override": num_blocks, "max_model_len": 120, "host_kv_bytes": 4 << 20}
+    with on_two_hosts(reference.folder, **small, **settings) as engine:
+        for _ in range(2):
+            assert ask_in_turn(engine, reference) == reference.answers[:4]
+            evict(engine)
+        assert engine.stats().host_hit_tokens > 0
+        assert engine.stats().host_damaged_blocks == 0
+
+
 def test_what_does_not_fit_several_hosts_is_refused(references: References) -> None:
     folder = references("llama").folder
     with pytest.raises(ConfigError, match=r"is 2, which cannot be divided equally over nnodes \(4\)"):
         make_engine(folder, tensor_parallel_size=2, nnodes=4)
-    with pytest.raises(ConfigError, match="keeps whole blocks, and each of the 2 ranks"):
-        on_two_hosts(folder, tensor_parallel_size=2, host_kv_bytes=1 << 20)
     with pytest.raises(ConfigError, match="only baton prefill, decode and unified support"):
         make_engine(folder, tensor_parallel_size=2, nnodes=2)
 

@@ -197,6 +197,23 @@ def test_handoffs_by_ranks_change_no_token(
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("settings", [TP, PP], ids=["ranks", "stages"])
+def test_parts_that_were_in_host_tiers_are_handed_over(settings: dict[str, Any], references: References) -> None:
+    reference = references("llama")
+    small = {"num_gpu_blocks_override": 9, "max_model_len": 128, "host_kv_bytes": 4 << 20}
+
+    async def test() -> None:
+        async with handoffs(reference, "usm", **small, **settings) as both:
+            for _ in range(3):
+                for prompt, answer in zip(reference.prompts[:4], reference.answers, strict=False):
+                    assert await both.hand_over(prompt) == answer
+            assert both.by_ranks and not both.by_mirror
+            for each in (both.source, both.sink):
+                assert each.engine.stats().host_loaded_blocks > 0
+
+    asyncio.run(test())
+
+
 def test_instances_that_divide_blocks_differently_say_so(references: References) -> None:
     async def test() -> None:
         async with (

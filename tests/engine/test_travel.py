@@ -174,6 +174,6 @@ def test_a_copy_to_the_mirror_waits_for_its_step_and_for_other_writes(monkeypatc
     # All work that is queued, for callers that do not know the step.
     assert waited([1], None) == ["event 3"]
     # A fork, or KV that was received, may be written after the step.
-    order.end_write([1, 2])
+    order.end_use([1, 2])
     assert waited([0, 1, 2], 2) == ["event 0", "event 4"]
     assert waited([0], 2) == ["event 0"]

@@ -89,9 +89,11 @@ class CopyOrder:
         self._stream: devices.SideStream | None = None
         if has_copies and devices.has_side_streams(device):
             self._stream = devices.SideStream(device)
+        self.num_steps = 0
+        """Number of steps that have been queued so far."""
         self._step_ends: deque[devices.DeviceEvent] = deque(maxlen=self.KEPT_STEPS)
-        self._written: dict[int, devices.DeviceEvent] = {}
-        """By block: the end of work other than a step that writes it."""
+        self._used: dict[int, devices.DeviceEvent] = {}
+        """By block: the end of work other than a step that uses it."""
 
     @property
     def has_stream(self) -> bool:
@@ -100,30 +102,40 @@ class CopyOrder:
 
     def end_step(self) -> None:
         """Record that all work of a step has been queued."""
+        self.num_steps += 1
         if self._stream is not None:
             self._step_ends.append(devices.record(self._device))
 
-    def end_write(self, blocks: Iterable[int]) -> None:
-        """Record that work other than a step, such as a copy, has been queued that writes these blocks."""
+    def end_use(self, blocks: Iterable[int]) -> None:
+        """Record that work other than a step, such as a copy, has been queued that uses these blocks."""
         if self._stream is not None:
-            self._written = {block: event for block, event in self._written.items() if not event.query()}
-            self._written.update(dict.fromkeys(blocks, devices.record(self._device)))
+            self._used = {block: event for block, event in self._used.items() if not event.query()}
+            self._used.update(dict.fromkeys(blocks, devices.record(self._device)))
+
+    def wait(self, stream: devices.SideStream, blocks: Sequence[int], steps_after: int | None) -> None:
+        """Make `stream` wait for the work that has used these blocks last. `steps_after` steps have been queued after
+        the last one that uses them; None: wait for all work that is queued."""
+        if steps_after is None or not self._step_ends:
+            stream.wait(devices.record(self._device))
+            return
+        # A step that is not known any more ended before the oldest one that is.
+        stream.wait(self._step_ends[max(0, len(self._step_ends) - 1 - steps_after)])
+        for event in devices.distinct(self._used.get(block) for block in blocks):
+            stream.wait(event)
 
     @contextmanager
-    def copying(self, blocks: Sequence[int], steps_after: int | None) -> Iterator[None]:
-        """Inside the context, queue copies of these blocks behind the work that has written them. `steps_after` steps
-        have been queued after the step that has computed the blocks; None: wait for all work that is queued.
+    def copying(
+        self, blocks: Sequence[int], steps_after: int | None, running: Iterable[devices.DeviceEvent] = ()
+    ) -> Iterator[None]:
+        """Inside the context, queue copies of these blocks behind the work that has written them. `steps_after` is as
+        in `wait`; `running` are events at the end of other copies that fill the blocks.
         """
         if self._stream is None:
             yield
             return
-        if steps_after is None or not self._step_ends:
-            self._stream.wait(devices.record(self._device))
-        else:
-            # A step that is not known any more ended before the oldest one that is.
-            self._stream.wait(self._step_ends[max(0, len(self._step_ends) - 1 - steps_after)])
-            for event in {id(found): found for block in blocks if (found := self._written.get(block))}.values():
-                self._stream.wait(event)
+        self.wait(self._stream, blocks, steps_after)
+        for event in running:
+            self._stream.wait(event)
         with self._stream:
             yield
 
@@ -229,7 +241,7 @@ class KVCache:
 
     def read_part(self, blocks: Sequence[int], steps_after: int | None = None) -> memoryview:
         """Return a copy of this rank's part of some blocks, one after another. `steps_after` is as in `to_host`."""
-        with self.order.copying(blocks, steps_after):
+        with self.order.copying(blocks, steps_after, self._running(blocks)):
             chosen = self.device_tensor[torch.tensor(blocks, device=self.device)].cpu()
             # A stage without attention has no part.
             return chosen.numpy().data.cast("B") if chosen.numel() else memoryview(b"")
@@ -240,8 +252,9 @@ class KVCache:
             return
         # A copy, because torch wants writable memory.
         parts = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(blocks), -1)
+        self.order_after_copies(blocks)
         self.device_tensor[torch.tensor(blocks, device=self.device)] = parts.to(self.device)
-        self.order.end_write(blocks)
+        self.order.end_use(blocks)
 
     def layers(self) -> list[Tensor]:
         """Return one strided view of the cache for each layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim],
@@ -266,7 +279,8 @@ class KVCache:
         for part in [self.tensor] if self._own_layers is None else self._own_layers:
             blocks = part.view(torch.uint8)
             blocks[target] = blocks[source]
-        self.order.end_write(targets)
+        # The sources too: once they are free, the host tier may fill them with other blocks.
+        self.order.end_use([*sources, *targets])
 
     def reached(self) -> devices.DeviceEvent | None:
         """Return a new event at the end of all work that this thread has queued on the device so far; None if
@@ -289,12 +303,17 @@ class KVCache:
     def ready_after(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
         """Return the events for which a transport waits before it reads or writes these blocks. Any thread may call
         it."""
-        found: dict[int, devices.DeviceEvent] = {}
-        for block in blocks:
-            for event in (self._ready.get(block), self.copying.get(block)):
-                if event is not None:
-                    found[id(event)] = event
-        return list(found.values())
+        blocks = list(blocks)
+        return devices.distinct([*map(self._ready.get, blocks), *map(self.copying.get, blocks)])
+
+    def order_after_copies(self, blocks: Iterable[int]) -> None:
+        """Make all work that this thread queues on the device from now on wait for the running copies of these blocks
+        from or to the host tier."""
+        for event in self._running(blocks):
+            devices.order_after(self.device, event)
+
+    def _running(self, blocks: Iterable[int]) -> list[devices.DeviceEvent]:
+        return devices.distinct(map(self.copying.get, blocks))
 
     def to_host(self, blocks: Iterable[int], steps_after: int | None = None) -> None:
         """Copy this rank's part of these blocks from the device to the mirror, the shared host memory that transports
@@ -306,7 +325,7 @@ class KVCache:
         if not self.is_mirrored:
             return
         blocks = list(blocks)
-        with self.order.copying(blocks, steps_after):
+        with self.order.copying(blocks, steps_after, self._running(blocks)):
             # From the device to ordinary memory, a copy returns when it has ended.
             for block in blocks:
                 for own, mirror in self._mirror():
@@ -317,10 +336,11 @@ class KVCache:
         write. Do nothing without a mirror."""
         if self.is_mirrored:
             blocks = list(blocks)
+            self.order_after_copies(blocks)
             for block in blocks:
                 for own, mirror in self._mirror():
                     own[block].copy_(mirror[block])
-            self.order.end_write(blocks)
+            self.order.end_use(blocks)
 
     def _mirror(self) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of tensors: this rank's part of the cache on the device, and the same part of the mirror in

@@ -248,6 +248,42 @@ class FromHost(msgspec.Struct, frozen=True, tag=True):
     data: memoryview | None = None
 
 
+class BuildHostTier(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: allocate `num_slots` slots of host memory, each for its part of a KV block. The rank answers
+    when they exist.
+    """
+
+    num_slots: int
+
+
+class CopyTierBlocks(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: start copies of its part of each block `blocks[i]` to slot `slots[i]` of the host tier, or
+    back.
+    """
+
+    blocks: list[int]
+    slots: list[int]
+    is_to_host: bool
+    steps_after: int
+    """Number of steps that were sent after the last one that uses the blocks, for which the copies do not wait."""
+
+
+class AwaitTierCopies(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: let later commands wait on the device until the running copies of these blocks between device
+    and host tier have ended.
+    """
+
+    blocks: list[int]
+
+
+class CheckSlots(msgspec.Struct, frozen=True, tag=True):
+    """Command to a rank: compare these slots of the host tier with their checksums. The rank answers with
+    `SlotsChecked`.
+    """
+
+    slots: list[int]
+
+
 class ConnectPart(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: take the socket that follows as a file descriptor, through which rank 0 will order transfers
     of this rank's part of the KV cache. The rank answers with 1, or with 0 if it has no such transfers.
@@ -274,6 +310,10 @@ Command = (
     | ChangeStates
     | ToHost
     | FromHost
+    | BuildHostTier
+    | CopyTierBlocks
+    | AwaitTierCopies
+    | CheckSlots
     | ConnectPart
 )
 
@@ -318,6 +358,12 @@ class StateBytes(msgspec.Struct, frozen=True, tag=True):
     data: memoryview
 
 
+class SlotsChecked(msgspec.Struct, frozen=True, tag=True):
+    """Answer of a rank to `CheckSlots`: the slots whose bytes do not match their checksums."""
+
+    damaged: list[int]
+
+
 class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     """Answer of a rank: a command raised an error. Rank 0 raises an error of the same kind with this message."""
 
@@ -325,7 +371,7 @@ class CommandFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-CommandAnswer = CommandDone | RankLoaded | PartBuilt | PartBytes | StateBytes | CommandFailed
+CommandAnswer = CommandDone | RankLoaded | PartBuilt | PartBytes | StateBytes | SlotsChecked | CommandFailed
 
 
 def compute_command(arrays: StepArrays) -> Compute:

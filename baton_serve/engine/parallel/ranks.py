@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -62,6 +62,7 @@ from baton_serve.engine.parallel.commands import (
 from baton_serve.engine.parallel.part_links import PartLink
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 1800.0
 """Longest time for loading a shard, in seconds."""
@@ -275,9 +276,17 @@ class Ranks:
         """Send a command to all other ranks, wait at most `timeout_s` seconds, and return the number that each has
         answered. Raises `EngineError` if a rank fails or does not answer.
         """
+        return [_value(answer) for answer in self.execute(command, lambda: None, timeout_s)[1]]
+
+    def execute(
+        self, command: Command, here: Callable[[], T], timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> tuple[T, list[CommandAnswer]]:
+        """Send a command to all other ranks, and do rank 0's part by `here` at the same time. Return its result, and
+        the answers of the others. Raises `EngineError` if a rank fails or does not answer.
+        """
         self.wait()
-        self._send(self._ranks, command)
-        return [_value(answer) for answer in self._collect(timeout_s)]
+        self.send_command(command)
+        return here(), self._collect(timeout_s)
 
     def expect_answer(self, command: Command) -> None:
         """Send a command to all other ranks without waiting. Call `wait` later: it reads the answers. Raises
@@ -356,8 +365,8 @@ class Ranks:
         succeeded. Return for each rank whether it did.
         """
         # At the same time, because capturing runs the collectives, which need every rank.
-        self.send_command(CaptureGraphs())
-        return [capture_here(), *(bool(_value(answer)) for answer in self._collect(ANSWER_TIMEOUT_S))]
+        own, answers = self.execute(CaptureGraphs(), capture_here)
+        return [own, *(bool(_value(answer)) for answer in answers)]
 
     def close(self) -> None:
         """End the processes of the other ranks. They exit when their channel is closed, and are killed if they have not

@@ -1,4 +1,4 @@
-"""Rank 0's executor and block copies for several ranks: each call sends the command to the other ranks first.
+"""Rank 0's executor, block copies and host tier for several ranks: calls send their command to the other ranks first.
 
 If a step fails here, the other ranks wait in it for this one, and would take the sums of the next step for those of
 this one. So the instance must end; with a single rank only the requests of the step fail.
@@ -23,11 +23,16 @@ from baton_serve.engine.model.batch_inputs import StepArrays
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.pipeline_stage import StagedForward
 from baton_serve.engine.parallel.commands import (
+    AwaitTierCopies,
+    BuildHostTier,
+    CheckSlots,
     CopyBlocks,
+    CopyTierBlocks,
     FinishStep,
     FromHost,
     GatherLogits,
     SetSampledTokens,
+    SlotsChecked,
     ToHost,
     compute_command,
     replay_command,
@@ -226,6 +231,31 @@ class TPBlockCopier:
     def forget_host(self, blocks: Iterable[int]) -> None:
         # The ranks map the same memory, so rank 0 alone frees it for all.
         self._own.forget_host(blocks)
+
+
+class TPHostSlots:
+    """Copies the other ranks' parts of KV blocks to and from their slots of host memory, from rank 0. Implements
+    `OtherHostSlots`.
+    """
+
+    def __init__(self, ranks: Ranks, num_slots: int) -> None:
+        """Make the other ranks allocate `num_slots` slots. Raises `EngineError` if one cannot."""
+        self._ranks = ranks
+        ranks.query_ranks(BuildHostTier(num_slots))
+
+    def copy(self, blocks: Sequence[int], slots: Sequence[int], *, is_to_host: bool, steps_after: int) -> None:
+        self._ranks.send_command(CopyTierBlocks(list(blocks), list(slots), is_to_host, steps_after))
+
+    def before(self, blocks: Sequence[int]) -> None:
+        # In order with steps: a rank executes this command before the next step is sent.
+        self._ranks.send_command(AwaitTierCopies(list(blocks)))
+
+    def find_damaged(self, slots: Sequence[int], find_here: Callable[[], set[int]]) -> set[int]:
+        """Return the slots of which a rank's part is damaged, after rank 0 has searched by `find_here` meanwhile.
+        Raises `EngineError` if a rank fails or does not answer.
+        """
+        damaged, answers = self._ranks.execute(CheckSlots(list(slots)), find_here)
+        return damaged.union(*(answer.damaged for answer in answers if isinstance(answer, SlotsChecked)))
 
 
 def _capturing_here(own: LocalExecutor, capturing: Callable[[], CaptureGraph]) -> Callable[[], bool]:

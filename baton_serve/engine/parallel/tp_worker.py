@@ -28,6 +28,7 @@ from baton_serve.engine.errors import CapacityError, ConfigError, EngineError, M
 from baton_serve.engine.execution.engine_setup import EngineSetup
 from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.kv.capacity import cache_bytes
+from baton_serve.engine.kv.host_slots import HostSlots
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache, KVMemoryKind
 from baton_serve.engine.kv.state_memory import StatePiece, make_states, pieces_of
 from baton_serve.engine.loading.loader_choice import load
@@ -35,15 +36,19 @@ from baton_serve.engine.model.lora.store import AdapterStore
 from baton_serve.engine.model.pipeline_stage import StagedForward
 from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.commands import (
+    AwaitTierCopies,
     BuildCache,
+    BuildHostTier,
     CaptureGraphs,
     ChangeStates,
+    CheckSlots,
     Command,
     CommandDone,
     CommandFailed,
     Compute,
     ConnectPart,
     CopyBlocks,
+    CopyTierBlocks,
     DropAdapter,
     FinishStep,
     FromHost,
@@ -58,6 +63,7 @@ from baton_serve.engine.parallel.commands import (
     Replay,
     ReportMemory,
     SetSampledTokens,
+    SlotsChecked,
     StateBytes,
     StoreLastTokens,
     ToHost,
@@ -149,14 +155,27 @@ class TPWorker:
             case StoreLastTokens():
                 slots = kept_slots(command)
                 self._executor.store_last_tokens(self._receive_tokens(len(slots)), slots)
-            case CopyBlocks():
-                self._blocks.copy_blocks(command.sources, command.targets)
+            case CopyBlocks() | CopyTierBlocks() | AwaitTierCopies():
+                self._start_copies(command)
             case ToHost() | FromHost():
                 self._copy(command)
             case ChangeStates():
                 self._change_states(command)
             case _:
                 self._prepare(command)
+
+    def _start_copies(self, command: CopyBlocks | CopyTierBlocks | AwaitTierCopies) -> None:
+        """Queue copies of blocks on the device, or from and to the host tier, or let the device wait for the latter."""
+        match command:
+            case CopyBlocks():
+                self._blocks.copy_blocks(command.sources, command.targets)
+            case CopyTierBlocks():
+                self._host.forget_ended()
+                self._host.copy(
+                    command.blocks, command.slots, is_to_host=command.is_to_host, steps_after=command.steps_after
+                )
+            case AwaitTierCopies():
+                self._blocks.order_after_copies(command.blocks)
 
     def _change_states(self, command: ChangeStates) -> None:
         """Copy recurrent states to or from a checkpoint and answer, or change them without an answer."""
@@ -186,8 +205,8 @@ class TPWorker:
         self._answer(0)
 
     def _prepare(self, command: Command) -> None:
-        """Execute a command that is not part of a step: one of the start of the engine, or one that changes the LoRA
-        adapters.
+        """Execute a command that is not part of a step: one of the start of the engine, one that changes the LoRA
+        adapters, or a check of the host tier.
         """
         match command:
             case KeepAdapter():
@@ -208,6 +227,12 @@ class TPWorker:
             case CaptureGraphs():
                 self._executor.capture_graphs(lambda: devices.Capturing(self._device))
                 self._answer(int(self._executor.has_graphs))
+            case BuildHostTier():
+                self._host = HostSlots(self._blocks, command.num_slots)
+                self._answer(0)
+            case CheckSlots():
+                damaged = sorted(self._host.find_damaged(command.slots))
+                self._channel.send(self._channel.encode(SlotsChecked(damaged)))
             case ConnectPart():
                 self._connect_part()
             case _:

@@ -17,7 +17,7 @@ from baton_serve.engine.kv.kv_cache import KVCache, KVMemoryKind
 from baton_serve.engine.kv.state_memory import StateMemory, make_states
 from baton_serve.engine.parallel.commands import MeasureMemory
 from baton_serve.engine.parallel.ranks import Ranks
-from baton_serve.engine.parallel.tp_executor import make_executor
+from baton_serve.engine.parallel.tp_executor import TPHostSlots, make_executor
 from baton_serve.engine.sample.token_masks import TokenMasker
 from baton_serve.engine.step.warm_up import run_warm_up_batch
 
@@ -89,20 +89,19 @@ class KVCacheBuilder:
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:
-        """Allocate the host tier, `host_kv_bytes` of host memory for evicted KV blocks; 0: it never stores any. Raises
-        `ConfigError` if that is less than one block, or if several ranks hold a part of each block."""
+        """Allocate the host tier, `host_kv_bytes` of host memory for evicted KV blocks, on all ranks together; 0: it
+        never stores any. Raises `ConfigError` if that is less than one block."""
         num_bytes = self._config.host_kv_bytes
         if not num_bytes:
             return HostTierMemory(cache, None)
-        if cache.is_mirrored:
-            raise ConfigError(
-                f"host_kv_bytes ({num_bytes}) keeps whole blocks, and each of the {self._ranks.num_ranks} ranks of"
-                " tensor_parallel_size and pipeline_parallel_size holds a part of every block: leave one of the two out"
-            )
-        num_slots = num_bytes // cache.block_bytes
+        is_divided = cache.is_mirrored and self._ranks.num_ranks > 1
+        # Ranks that hold the same KV heads keep them several times.
+        copies = max(1.0, self._setup.block_share * self._ranks.place.shard.size) if is_divided else 1
+        slot_bytes = round(cache.block_bytes * copies)
+        num_slots = num_bytes // slot_bytes
         if not num_slots:
-            raise ConfigError(f"host_kv_bytes is {num_bytes}, less than one block of {cache.block_bytes} bytes")
-        return HostTierMemory(cache, HostTier(num_slots))
+            raise ConfigError(f"host_kv_bytes is {num_bytes}, less than one block of {slot_bytes} bytes")
+        return HostTierMemory(cache, HostTier(num_slots), TPHostSlots(self._ranks, num_slots) if is_divided else None)
 
     def _whole_bytes(self, available: list[int]) -> int:
         """Return how many bytes of KV blocks fit in all, if rank `i` has `available[i]` bytes for its part of each

@@ -33,6 +33,7 @@ class PartMemory:
         self.num_blocks, self.block_bytes = self.device_tensor.shape
         self._device = cache.device
         self._ready: dict[int, devices.DeviceEvent] = {}
+        self._copying = cache.copying
 
     def mark(self, blocks: Sequence[int]) -> None:
         """Let transports of these blocks wait for all work that is queued on the device now."""
@@ -41,8 +42,8 @@ class PartMemory:
             self._ready.update(dict.fromkeys(blocks, devices.record(self._device)))
 
     def ready_after(self, blocks: Iterable[int]) -> Sequence[Any]:
-        events = [self._ready.get(block) for block in blocks]
-        return list({id(event): event for event in events if event is not None}.values())
+        blocks = list(blocks)
+        return devices.distinct([*map(self._ready.get, blocks), *map(self._copying.get, blocks)])
 
 
 def describe_part(cache: KVCache, layout: str, rank: int, num_ranks: int) -> str:
