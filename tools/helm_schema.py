@@ -41,6 +41,7 @@ SAME_AS_SETTING = {
     "gpu.device": "device",
     "kvTransfer.transport": "kv_transport",
     "kvTransfer.checksum": "kv_checksum",
+    "kvTransfer.rankTransfers": "kv_rank_transfers",
     "kvTransfer.tailParts": "kv_tail_parts",
     "kvTransfer.zeromqConnections": "kv_zeromq_connections",
     "kvTransfer.leaseSeconds": "kv_lease_s",

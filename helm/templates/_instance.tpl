@@ -88,6 +88,7 @@ spec:
       "httpPort" 7004
       "kvTransport" $values.kvTransfer.transport
       "kvChecksum" $values.kvTransfer.checksum
+      "kvRankTransfers" $values.kvTransfer.rankTransfers
       "kvTailParts" $values.kvTransfer.tailParts
       "kvZeromqConnections" $values.kvTransfer.zeromqConnections
       "kvLeaseS" $values.kvTransfer.leaseSeconds

@@ -121,8 +121,9 @@ def build_engine(
     """
     _set_threads(settings)
     config = replace(engine_config(settings, role), weights_version=weights_version)
+    program = RANK_PROGRAM if settings.kv_rank_transfers == "auto" else None
     with ProgressBar() as progress:
-        engine = Engine(config, progress=progress, on_lost=on_lost, remote=remote, rank_program=RANK_PROGRAM)
+        engine = Engine(config, progress=progress, on_lost=on_lost, remote=remote, rank_program=program)
     renice_threads(settings)
     return engine
 

@@ -43,3 +43,19 @@ def test_tokens_of_handoffs_by_ranks_and_after_the_death_of_one(
         prompt = prompt_of(83)[::-1]
         assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(tmp_path / "model", prompt, NEW_TOKENS)
         cluster.wait_idle()
+
+
+def test_one_end_without_transfers_by_ranks_gets_whole_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OWN_MEMORY, "1")
+    write_tiny_model(tmp_path / "model")
+    config = tmp_path / "baton.yaml"
+    ranks = "  tensor_parallel_size: 2\n"
+    config.write_text(f"prefill:\n{ranks}  kv_rank_transfers: never\ndecode:\n{ranks}")
+    flags = (*ALWAYS, "--config", str(config), "--block-size", "16", "--num-gpu-blocks-override", "128")
+    with Cluster(tmp_path / "model", args=(*flags, "--kv-transport", "usm")) as cluster:
+        for prompt in ([9], *PROMPTS.values()):
+            assert served_tokens(cluster, prompt, NEW_TOKENS) == expected_tokens(tmp_path / "model", prompt, NEW_TOKENS)
+        wait_until(lambda: bool(cluster.instances("decode")[0]["links"]), timeout_s=30, what="a link")
+        (link,) = cluster.instances("decode")[0]["links"]
+        assert link["transport"] == "usm" and "ranks" not in link["reason"], link
+        cluster.wait_idle()

@@ -38,7 +38,8 @@ FIELDS = {"metadata.name": "pod-0", "status.podIP": "10.0.0.7"}
 # Fields that the chart sets itself; other fields are keys of `engine` or `router.settings`.
 INSTANCE_DECIDED = set(
     "model served_model_name device host rpc_port transfer_port events_port http_port instance_id advertise_host"
-    " registry cluster_key_file kv_transport kv_checksum kv_tail_parts kv_zeromq_connections kv_lease_s kv_run_dir"
+    " registry cluster_key_file kv_transport kv_checksum kv_rank_transfers kv_tail_parts kv_zeromq_connections"
+    " kv_lease_s kv_run_dir"
     " drain_timeout_s log_level log_format otlp_traces_endpoint".split()
 )
 ROUTER_DECIDED = set(

@@ -288,6 +288,10 @@ def _add(parser: argparse.ArgumentParser, option: Option) -> argparse.Action:
         return parser.add_argument(
             *names, dest=option.name, nargs="+", action="extend", metavar=_metavar(option), help=text
         )
+    if "off" in option.choices:
+        # YAML reads `off` in a configuration file as false, for which `to_argv` writes this flag.
+        off = "--no-" + option.flag.removeprefix("--")
+        parser.add_argument(off, dest=option.name, action="store_const", const="off", help=argparse.SUPPRESS)
     return parser.add_argument(*names, dest=option.name, metavar=_metavar(option), help=text)
 
 

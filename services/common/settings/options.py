@@ -117,7 +117,8 @@ class Option:
         return typing.cast(Value, [self._item(item) for item in items])
 
     def _item(self, given: object) -> object:
-        value = _CONVERTERS[self.kind](given)
+        # YAML reads the word `off` as false.
+        value = "off" if given is False and "off" in self.choices else _CONVERTERS[self.kind](given)
         if self.choices and value not in self.choices:
             # Documents write the names of formats and data types in either case.
             lower = str(value).lower()

@@ -105,6 +105,14 @@ class HandoffSettings(CpuSettings, frozen=True, kw_only=True):
             " or none (off). After a wrong checksum the block is fetched again over another transport"
         ),
     ] = "full"
+    kv_rank_transfers: Annotated[
+        Literal["auto", "never"],
+        Meta(
+            description="auto: each device of an instance with several sends its part of a block directly to the"
+            " device with the same part of the other instance, if both instances divide blocks in the same way."
+            " never: whole blocks move through host memory"
+        ),
+    ] = "auto"
     kv_tail_parts: Annotated[
         int | None,
         Meta(

@@ -228,6 +228,19 @@ def test_argv_made_of_values_reads_back_as_those_values() -> None:
     assert json.loads(to_argv({"overrides": {"x": 1}})[0].partition("=")[2]) == {"x": 1}
 
 
+class ModeSettings(msgspec.Struct, frozen=True, kw_only=True):
+    kv_checksum: Annotated[Literal["full", "off"], Meta(description="which blocks are checked")] = "full"
+
+
+def test_off_in_a_file_is_the_choice_off(tmp_path: Path) -> None:
+    """YAML reads it as false, also where it is passed on to another process."""
+    file = tmp_path / "baton.yaml"
+    file.write_text("kv_checksum: off\n")
+    for argv in (["--config", str(file)], to_argv({"kv_checksum": False}), ["--kv-checksum", "off"]):
+        found = load(ModeSettings, argv, {}, prefix="BATON__ROUTER__", program="p", description="")
+        assert found.kv_checksum == "off"
+
+
 class SharedSettings(msgspec.Struct, frozen=True, kw_only=True):
     registry: Annotated[str, Meta(description="a registry", extra={"group": "process"})] = ""
     log_level: str = "info"
