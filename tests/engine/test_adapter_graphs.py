@@ -157,7 +157,7 @@ def test_graphs_over_quantized_weights(llama: Path, three: list[Path], name: Qua
 def test_the_kernels_of_devices_give_the_same_tokens(
     llama: Path, three: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kernels = pytest.importorskip("baton_serve.engine.kernels.triton.adapters")
+    kernels = pytest.importorskip("baton_serve.engine.kernels.triton.lora")
     monkeypatch.setattr(slots_module, "adapter_kernels", lambda _: kernels)
     expected = expected_of(llama, three[:2], PROMPT)
     expected = {name: tokens[:5] for name, tokens in expected.items()}

@@ -25,12 +25,12 @@ from baton_serve.engine.kv.state_memory import MAX_CHECKPOINT_BLOCKS, StateMemor
 from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model import fused_cpu
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates
+from baton_serve.engine.model.batched_mixers import packed_shapes
 from baton_serve.engine.model.forward import choose_forward
 from baton_serve.engine.model.fused_cpu import CpuForward
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS
 from baton_serve.engine.model.recurrent import StateProbe
-from baton_serve.engine.model.state_spaces import packed_shapes
 from tests.engine.conftest import ANSWER_TOKENS, References, greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.engine.test_packed import can_pack

@@ -26,8 +26,8 @@ from baton_serve.engine.kernels import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.decode import decode
+from baton_serve.engine.kernels.triton.kv_store import store
 from baton_serve.engine.kernels.triton.prefill import prefill
-from baton_serve.engine.kernels.triton.store import store
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, PrefillTiles
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 32, 8, 128, 64

@@ -18,9 +18,9 @@ from baton_serve.engine.kernels.proved_kernels import ProvedKernels, proof_folde
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.selection import kernel_candidates
 from baton_serve.engine.kv.kv_cache import DTYPES
+from baton_serve.engine.model.batched_mixers import packed_shapes
 from baton_serve.engine.model.loaded_model import LoadedModel
 from baton_serve.engine.model.quantized.modules import quantized_layers
-from baton_serve.engine.model.state_spaces import packed_shapes
 
 DEFAULT_HIDDEN_SIZE = 512
 """Size of the norms that are proved if a config does not state one by a known name."""

@@ -118,7 +118,7 @@ def row_kernel(
     """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return None
-    module = importlib.import_module("baton_serve.engine.kernels.triton.row.layers")
+    module = importlib.import_module("baton_serve.engine.kernels.triton.persistent.launch")
     made: RowKernel | None = module.row_layers(layers, specs, head_dim, kv_heads)
     return made
 
@@ -129,7 +129,7 @@ def adapter_kernels(device: torch.device) -> AdapterKernels:
     """
     if device.type == "cpu" or importlib.util.find_spec("triton") is None:
         return reference_layers
-    kernels: AdapterKernels = importlib.import_module("baton_serve.engine.kernels.triton.adapters")
+    kernels: AdapterKernels = importlib.import_module("baton_serve.engine.kernels.triton.lora")
     return kernels
 
 

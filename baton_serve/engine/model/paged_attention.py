@@ -46,7 +46,7 @@ class Mixer:
     step: Callable[..., Any] | None = None
     """The forward for one token of each sequence whose cache returns states in slots (`recurrent_steps.py`)."""
     packed: Callable[..., Any] | None = None
-    """The forward for all tokens of a step at once (`state_spaces.PackedForward`); None: the step is divided."""
+    """The forward for all tokens of a step at once (`batched_mixers.PackedForward`); None: the step is divided."""
 
 
 class AttentionContext(Protocol):

@@ -5,7 +5,7 @@ sequences one after another, and their states lie in batch slots. So each mixer'
 tokens by sequence, runs the module's own forward with the states of these sequences, and stores the new states. All
 sequences with one token are one batch; every longer chunk of a prompt is a batch of its own. On accelerators, state
 spaces (Mamba), lightning attention and Kimi Delta Attention are computed for the whole step at once instead
-(`state_spaces.py`).
+(`batched_mixers.py`).
 
 A sequence that starts has states of zeros instead of none. The modules compute the same from both: their convolutions
 pad with zeros, and their recurrences start at zero.
@@ -24,10 +24,10 @@ from baton_serve.engine.kernels import MixerKernels, PackedSequences
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
 from baton_serve.engine.kv.state_memory import StateKind, StatePart, StateViews
 from baton_serve.engine.model.batch_inputs import StepStates
+from baton_serve.engine.model.batched_mixers import packed_forward
 from baton_serve.engine.model.mixer_adapters import OWN_FORWARDS, SequenceStates, is_mixer, number_layers
 from baton_serve.engine.model.paged_attention import Mixer, StepHolder
 from baton_serve.engine.model.recurrent_steps import step_forward
-from baton_serve.engine.model.state_spaces import packed_forward
 
 Module: TypeAlias = Any  # transformers' modules are untyped bags of attributes
 

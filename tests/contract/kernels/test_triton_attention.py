@@ -12,8 +12,8 @@ from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.decode import decode
+from baton_serve.engine.kernels.triton.kv_store import store
 from baton_serve.engine.kernels.triton.prefill import prefill
-from baton_serve.engine.kernels.triton.store import store
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, PrefillTiles
 from tests.contract.kernels.triton_batches import BLOCK_TOKENS, DEVICE, Batch, random_batch
 

@@ -13,7 +13,7 @@ from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.kernels.metadata import RowLayer
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import layers as triton_layers
-from baton_serve.engine.kernels.triton.row.layers import RowLayers, RowPlan, shape_of
+from baton_serve.engine.kernels.triton.persistent.launch import RowLayers, RowPlan, shape_of
 from baton_serve.engine.model import fused_forward
 from baton_serve.engine.model.batch_inputs import StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel

@@ -18,7 +18,7 @@ from baton_serve.engine.kernels import (
 )
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
-from baton_serve.engine.kernels.triton.row.layers import (
+from baton_serve.engine.kernels.triton.persistent.launch import (
     RowLayers,
     RowPlan,
     depth_of,

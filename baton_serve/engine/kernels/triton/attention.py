@@ -15,8 +15,8 @@ from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.decode import decode
 from baton_serve.engine.kernels.triton.decode_new import decode_new, fits
+from baton_serve.engine.kernels.triton.kv_store import store
 from baton_serve.engine.kernels.triton.prefill import prefill
-from baton_serve.engine.kernels.triton.store import store
 from baton_serve.engine.kernels.triton.tiles import (
     WIDE_HEAD,
     DecodeTiles,

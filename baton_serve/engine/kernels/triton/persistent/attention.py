@@ -8,7 +8,7 @@ Device code only. Query, key and value are sums of their product, not yet multip
 import triton
 import triton.language as tl
 
-from baton_serve.engine.kernels.triton.row.steps import (
+from baton_serve.engine.kernels.triton.persistent.products import (
     add_tile,
     digits_of,
     no_digits,

@@ -19,7 +19,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.kv_codes import is_coded
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Linear, RowLayer
 from baton_serve.engine.kernels.quantized import QuantizedWeight
-from baton_serve.engine.kernels.triton.row.kernel import layers_kernel
+from baton_serve.engine.kernels.triton.persistent.kernel import layers_kernel
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_SPINS = 1 << 23
@@ -43,7 +43,7 @@ class RowPlan:
     max_splits: int = 32  # the new token is one
     down_runs: bool = False
     """True if the tiles of the down product are divided as those of all other products; see
-    `triton.row.steps.share_of`.
+    `triton.persistent.products.share_of`.
     """
 
 

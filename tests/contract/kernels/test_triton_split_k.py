@@ -8,7 +8,7 @@ from baton_serve.engine.kernels.reference import layers as reference_layers
 from tests.contract.kernels.triton_batches import DEVICE
 
 triton_layers = pytest.importorskip("baton_serve.engine.kernels.triton.layers")
-triton_split = pytest.importorskip("baton_serve.engine.kernels.triton.split")
+triton_split = pytest.importorskip("baton_serve.engine.kernels.triton.split_k")
 
 EPS = 1e-5
 

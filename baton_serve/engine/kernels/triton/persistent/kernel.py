@@ -1,15 +1,15 @@
 """One kernel for all layers of one row over four-bit weights: five steps for each layer, with a barrier of all programs
 between two steps. Loads that do not depend on the previous step start before a program waits at the barrier.
 
-Device code only; `triton.row.layers` decides who may launch it.
+Device code only; `triton.persistent.launch` decides who may launch it.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
 import triton
 import triton.language as tl
 
-from baton_serve.engine.kernels.triton.row.attention import attend, merged_product
-from baton_serve.engine.kernels.triton.row.steps import (
+from baton_serve.engine.kernels.triton.persistent.attention import attend, merged_product
+from baton_serve.engine.kernels.triton.persistent.products import (
     arrive,
     clear,
     gated_product,
@@ -68,7 +68,7 @@ def layers_kernel(  # noqa: PLR0913, PLR0915
     patience: tl.constexpr,
 ):
     """Compute all decoder layers for one token in one kernel, in place in `residual`. `table` has the addresses of the
-    layers' tensors (see `triton.row.layers`). `heads_sums` must be zero and is left so; `hidden_sums` holds the sums of
+    layers' tensors (see `launch.py`). `heads_sums` must be zero and is left so; `hidden_sums` holds the sums of
     the two products that are added to the residual.
 
     A buffer that a step adds to was cleared two barriers earlier, and the step that clears it does not read it.

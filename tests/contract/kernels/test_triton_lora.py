@@ -11,7 +11,7 @@ from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.model.lora.slots import max_groups, sorted_rows
 from tests.contract.kernels.triton_batches import DEVICE
 
-triton_adapters = pytest.importorskip("baton_serve.engine.kernels.triton.adapters")
+triton_lora = pytest.importorskip("baton_serve.engine.kernels.triton.lora")
 
 RTOL = {torch.float32: 2e-5, torch.float16: 4e-3}
 if DEVICE.type != "cpu":  # the interpreter's products of bfloat16 are wrong
@@ -71,7 +71,7 @@ def test_rows_of_several_adapters_and_of_none(
     x, output = torch.randn(num_rows, inputs).to(DEVICE, dtype), torch.randn(num_rows, ends[-1]).to(DEVICE, dtype)
     expected, found = output.clone(), output.clone()
     add(twin, expected, x, weights, slot_rows(slots, num_slots))
-    add(triton_adapters, found, x, weights, slot_rows(slots, num_slots))
+    add(triton_lora, found, x, weights, slot_rows(slots, num_slots))
     scale = expected.float().abs().max().item()
     torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=RTOL[dtype] * scale / 4)
     assert torch.equal(found[torch.tensor(slots) < 0], output[torch.tensor(slots) < 0])
@@ -84,7 +84,7 @@ def test_adapters_of_another_dtype_than_the_model(num_rows: int) -> None:
     weights, slots = drawn_weights(2, 16, 64, (32,), torch.float32), mixed(num_rows, 2)
     x, output = torch.randn(num_rows, 64).to(DEVICE, torch.float16), torch.randn(num_rows, 32).to(DEVICE, torch.float16)
     exact, found, expected = one_by_one(output, x, weights, slots), output.clone(), output.clone()
-    add(triton_adapters, found, x, weights, slot_rows(slots, 2))
+    add(triton_lora, found, x, weights, slot_rows(slots, 2))
     add(twin, expected, x, weights, slot_rows(slots, 2))
     torch.testing.assert_close(found, exact.half(), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(expected, exact.half(), rtol=1e-3, atol=1e-3)
@@ -97,10 +97,10 @@ def test_what_other_rows_and_unused_slots_hold_does_not_matter(num_rows: int) ->
     weights = drawn_weights(3, 16, 64, (32, 48), torch.float32)
     x, output = torch.randn(num_rows, 64, device=DEVICE), torch.zeros(num_rows, 48, device=DEVICE)
     alone = output.clone()
-    add(triton_adapters, alone, x, weights, slot_rows(slots, 3))
+    add(triton_lora, alone, x, weights, slot_rows(slots, 3))
     for broken in (weights.down[0], weights.down[2], weights.up[0], weights.up[2], x[::3]):
         broken.fill_(float("nan"))
-    add(triton_adapters, output, x, weights, slot_rows(slots, 3))
+    add(triton_lora, output, x, weights, slot_rows(slots, 3))
     assert torch.equal(output, alone)
     assert output[::3].count_nonzero() == 0 and output.isfinite().all() and output[1].count_nonzero() == 48
 
@@ -115,14 +115,14 @@ def test_columns_and_rows_of_a_larger_tensor() -> None:
     wide, x = torch.randn(5, 100, device=DEVICE), torch.randn(5, 60, device=DEVICE)
     expected = wide.clone()
     add(twin, expected[:, :40], x[:, :48], plain, slot_rows(slots, 2))
-    add(triton_adapters, wide[:, :40], x[:, :48], SlotWeights(down, up, (40,)), slot_rows(slots, 2))
+    add(triton_lora, wide[:, :40], x[:, :48], SlotWeights(down, up, (40,)), slot_rows(slots, 2))
     torch.testing.assert_close(wide, expected, rtol=2e-5, atol=2e-5)
 
 
 def test_tiles_cover_all_inputs_and_fill_the_device() -> None:
     for inputs in (16, 64, 100, 4096, 14336):
         for slots in (1, 8):
-            tiles = triton_adapters.shrink_tiles(processors=132, num_slots=slots, width=48, rank=16, inputs=inputs)
+            tiles = triton_lora.shrink_tiles(processors=132, num_slots=slots, width=48, rank=16, inputs=inputs)
             assert tiles.splits * tiles.steps * tiles.step >= inputs
-            assert tiles.splits == triton_adapters.MAX_SPLITS or tiles.splits * tiles.step >= inputs or slots == 8
+            assert tiles.splits == triton_lora.MAX_SPLITS or tiles.splits * tiles.step >= inputs or slots == 8
     assert 118 <= tiles.splits * 8 * 3 < 2 * 132

@@ -1,1 +1,0 @@
-"""One Triton kernel for all layers of a single token over four-bit weights."""
