@@ -48,6 +48,10 @@ BENCHES = {
         "serving.pd_cpu",
         "compare one prefill and one decode instance with one unified one, on the same CPU cores",
     ),
+    "encode-pool": (
+        "serving.encode_pool",
+        "compare one encode, prefill and decode instance with two unified ones, for chats with images",
+    ),
     "long-prompt": ("serving.long_prompt", "measure running streams beside one long prompt, of a hybrid model on CPU"),
     "attention-cpu": ("micro.attention_cpu", "measure paged attention on this CPU, against memory bandwidth and SDPA"),
     "attention-gpu": ("micro.attention_gpu", "measure paged attention on an accelerator"),

@@ -17,9 +17,9 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from baton_serve.bench.listening import num_listening
 from baton_serve.bench.ports import free_port
 from baton_serve.bench.router.fake_instances import FakeInstance
-from baton_serve.bench.serving.listening import num_listening
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.services.common.registry import RegistryView, registry_client, registry_view
 from baton_serve.services.router.processes.registry_relay import RegistryRelay

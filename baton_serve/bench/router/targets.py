@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 
+from baton_serve.bench.listening import num_listening
 from baton_serve.bench.ports import free_port
 from baton_serve.bench.router.fake_instances import FakeInstance
 from baton_serve.bench.router.fake_servers import FakeServer
 from baton_serve.bench.router.http_load import HttpError, LoadConnection, post
-from baton_serve.bench.serving.listening import num_listening
 from baton_serve.child_command import module_command
 from baton_serve.contracts.instance import Role
 from baton_serve.contracts.messages import Work

@@ -27,8 +27,8 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 
+from baton_serve.bench.listening import listening_process
 from baton_serve.bench.report import Row, show
-from baton_serve.bench.serving.listening import listening_process
 from baton_serve.bench.serving.load_client import (
     BenchTarget,
     RequestOutcome,

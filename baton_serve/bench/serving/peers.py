@@ -24,7 +24,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 import httpx
 
@@ -86,7 +85,7 @@ def servers(options: argparse.Namespace) -> list[Server]:
 @contextmanager
 def running(server: Server) -> Iterator[str]:
     """Start a server, wait until it is ready and yield its URL; on exit stop it with all its child processes. Raises
-    `SystemExit` if it does not start."""
+    `SystemExit` if it does not start, and shows the end of its log on stderr if the caller raises that too."""
     if not server.argv:
         yield server.url
         return
@@ -105,8 +104,12 @@ def running(server: Server) -> Iterator[str]:
         )
         try:
             url = f"http://127.0.0.1:{port}"
-            _wait_ready(process, url + server.ready, server.name, log)
+            _wait_ready(process, url + server.ready, server.name)
             yield url
+        except SystemExit:
+            log.seek(0)
+            sys.stderr.write(f"the end of the log of {server.name}:\n{log.read()[-2000:].decode(errors='replace')}\n")
+            raise
         finally:
             _stop(process)
 
@@ -121,7 +124,7 @@ def wait_complete(url: str, count: int) -> None:
     raise SystemExit(f"the {count} instances were not ready within {COMPLETE_S:g} s")
 
 
-def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO[bytes]) -> None:
+def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -130,10 +133,7 @@ def _wait_ready(process: "subprocess.Popen[bytes]", url: str, name: str, log: IO
         except httpx.HTTPError:
             pass
         time.sleep(0.1)
-    log.seek(0)
-    raise SystemExit(
-        f"baton-bench peers: {name} did not start; the end of its log:\n{log.read()[-2000:].decode(errors='replace')}"
-    )
+    raise SystemExit(f"baton-bench peers: {name} did not start; the end of its log stands above")
 
 
 def _stop(process: "subprocess.Popen[bytes]") -> None:
