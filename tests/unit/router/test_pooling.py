@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from baton_serve.contracts.messages import Batch, Cancel, Pool
 from baton_serve.contracts.pooling import PoolingInput, PoolingProfile
-from baton_serve.services.router.api.pooling.inputs import InputRules, of_texts, truncated_lengths
+from baton_serve.services.router.api.pooling.input_tokens import InputRules, of_texts, truncated_lengths
 from baton_serve.services.router.api.pooling.score_endpoints import paired
 from baton_serve.services.router.placement.circuit_breaker import FAILURE_THRESHOLD
 from baton_serve.services.router.protocol.caller import Caller

@@ -1,219 +1,143 @@
-"""Convert texts, pairs of texts and token ids to the inputs of a pooling model: token ids that fit its context.
+"""Reads the inputs of a request to a pooling model (texts, token ids or a chat) and converts them to tokens."""
 
-The tokenizer encodes a pair as a pair, as cross-encoders were trained. Truncation keeps the first tokens of each text,
-or the last ones, and the special tokens around them.
-"""
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
-
-from tokenizers import Encoding
-
+from baton_serve.contracts.media import MAX_IMAGES, MAX_PROMPT_BYTES
 from baton_serve.contracts.pooling import PoolingInput
+from baton_serve.services.router.api.model_service import ModelService
+from baton_serve.services.router.api.pooling.image_inputs import lone_text, with_images
+from baton_serve.services.router.api.pooling.input_tokens import InputRules, of_texts, of_token_ids
+from baton_serve.services.router.api.pooling.schema import InputRequest, PoolingCommon
 from baton_serve.services.router.protocol.errors import BadRequestError
-from baton_serve.services.router.text.prompt_length import check_num_tokens
-from baton_serve.services.router.text.tokenization import PIECE_CHARS, TextTokenizer, beside_loop
-
-_Text: TypeAlias = str | tuple[str, str]
-
-_GROUP_TEXTS = 256
-"""Largest number of texts that are tokenized together without a pause for other requests."""
-_CHARS_PER_TEXT = 20
-"""Fixed cost of tokenizing one text, as the number of characters that take the same time. It decides whether a group is
-tokenized in a thread."""
+from baton_serve.services.router.protocol.image_limits import media_error
+from baton_serve.services.router.protocol.openai_requests import TokenizeRequest
+from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart, media_of
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputRules:
-    """Says how the inputs of one pooling request are tokenized, how long they may be, and whether longer ones are
-    truncated.
-    """
+class RequestInputs:
+    """Converts the inputs of one request to tokens, and keeps the files of their images until the answer is there."""
 
-    max_tokens: int
-    """Largest number of tokens of an input: the context of the model."""
-    vocab_size: int
-    truncate: int | None = None
-    """`truncate_prompt_tokens`: number of tokens to keep; -1 for `max_tokens`, None to reject longer inputs."""
-    keeps_end: bool = False
-    """True if truncation keeps the last tokens of an input (`truncation_side: left`), False for the first ones."""
-    add_special_tokens: bool = True
-    lowercase: bool = False
-
-    def limit(self) -> int | None:
-        """Return the number of tokens to which longer inputs are cut, or None if they are not cut.
-
-        Raises `BadRequestError` if `truncate` is 0 or exceeds the model's context.
+    def __init__(self, service: ModelService, request: PoolingCommon, owner: str, *, is_long: bool) -> None:
+        """`owner` is the owner of the API key, whose share of the memory for images is used. `is_long` says that the
+        body was large, so that its chat is rendered in a thread.
         """
-        if self.truncate is None:
-            return None
-        if self.truncate == 0 or self.truncate > self.max_tokens:
+        self._service = service
+        self._request = request
+        self._owner = owner
+        self._is_long = is_long
+        self._reservations: list[ImageReservation] = []
+        self.images: dict[bytes, bytes] = {}
+        """The files of all images by their digest."""
+
+    def close(self) -> None:
+        """Give back the memory of the images. Call it when the answer is there; the inputs are not used again."""
+        self.images.clear()
+        for reservation in self._reservations:
+            reservation.release()
+
+    def rules(self, *, add_special_tokens: bool = True) -> InputRules:
+        """Return how the inputs of this request are tokenized, truncated and limited in length."""
+        max_tokens = self._service.view.max_model_len()
+        assert max_tokens is not None, "the profile came from an instance, so one is known"
+        return InputRules(
+            max_tokens=max_tokens,
+            vocab_size=self._service.model.vocab_size,
+            truncate=self._request.kept_tokens(),
+            keeps_end=self._request.keeps_end(),
+            add_special_tokens=add_special_tokens,
+            lowercase=self._service.model.lowercase,
+        )
+
+    async def texts(
+        self, texts: Sequence[str] | Sequence[tuple[str, str]], *, param: str, rules: InputRules | None = None
+    ) -> list[PoolingInput]:
+        """Tokenize texts, or pairs of texts that are scored together. `param` is the request's field that errors name;
+        without `rules`, those of `self.rules()` apply. Raises `BadRequestError` for an input that does not fit the
+        model.
+        """
+        return await of_texts(self._service.model.tokenizer, texts, rules or self.rules(), param=param)
+
+    async def of(self, request: InputRequest) -> list[PoolingInput]:
+        """Return the tokenized inputs of a request: its texts, its token ids, or its chat as one text.
+
+        Raises `BadRequestError` unless the request has exactly one of `input` and `messages`, and for inputs that do
+        not fit the model.
+        """
+        if (request.input is None) == (request.messages is None):
+            raise BadRequestError("give either input or messages", param="input")
+        self.check_settings(request.mm_processor_kwargs)
+        if request.input is None:
+            chat = TokenizeRequest(
+                messages=request.messages,
+                add_generation_prompt=request.add_generation_prompt or False,
+                continue_final_message=request.continue_final_message,
+                chat_template=request.chat_template,
+                chat_template_kwargs=request.chat_template_kwargs,
+                add_special_tokens=request.add_special_tokens,
+                mm_processor_kwargs=request.mm_processor_kwargs,
+            )
+            return [await self.chat(chat)]
+        embedder = self._service.model.embedder
+        writes_special = embedder is not None and embedder.writes_special_tokens
+        rules = self.rules(add_special_tokens=request.add_special_tokens is not False and not writes_special)
+        given = [request.input] if isinstance(request.input, str) else request.input
+        texts = [item for item in given if isinstance(item, str)]
+        if texts:
+            texts = texts if embedder is None else [embedder.written(text) for text in texts]
+            return await self.texts(texts, param="input", rules=rules)
+        # A flat list of numbers is one prompt; the schema allows no mixture.
+        single = [item for item in given if isinstance(item, int)]
+        prompts = [single] if single else [item for item in given if isinstance(item, list)]
+        return of_token_ids(prompts, rules, param="input")
+
+    def check_settings(self, settings: Mapping[str, Any] | None) -> None:
+        """Raise `BadRequestError` for `mm_processor_kwargs` to a model that reads no images."""
+        if settings and self._service.model.embedder is None:
             raise BadRequestError(
-                f"truncate_prompt_tokens is {self.truncate}; it must be from 1 to {self.max_tokens}, the model's"
-                " context, or -1 for all of it",
+                "mm_processor_kwargs is not supported by this model, which reads no images",
+                param="mm_processor_kwargs",
+                code="unsupported_parameter",
+            )
+
+    async def chat(self, chat: TokenizeRequest, *, param: str = "messages") -> PoolingInput:
+        """Return a chat as one input, with its images if it has some. `param` is the request's field that errors name.
+        Raises `BadRequestError` if it does not fit.
+        """
+        messages = chat.messages or []
+        embedder, media = self._service.model.embedder, media_of(messages)
+        # The template of a chat writes the special tokens itself, so none are added unless the client wants it.
+        rules = self.rules(add_special_tokens=bool(chat.add_special_tokens))
+        if media:
+            return await self._with_images(chat, media, rules)
+        if embedder is not None and embedder.is_alone:
+            text = embedder.written(lone_text(messages))
+            # Such a model has no template, so that its tokenizer adds the special tokens.
+            rules = self.rules(add_special_tokens=not embedder.writes_special_tokens)
+        else:
+            text = await self._service.model.render_chat(chat, is_long=self._is_long)
+        (found,) = await self.texts([text], param=param, rules=rules)
+        return found
+
+    async def _with_images(self, chat: TokenizeRequest, media: Sequence[MediaPart], rules: InputRules) -> PoolingInput:
+        """Return a chat with images as one input, and keep the files for `compute`."""
+        if rules.truncate is not None:
+            raise BadRequestError(
+                "truncate_prompt_tokens could cut an image in two: leave it out in requests with images",
                 param="truncate_prompt_tokens",
             )
-        return self.max_tokens if self.truncate == -1 else self.truncate
-
-
-async def of_texts(
-    tokenizer: TextTokenizer, texts: Sequence[_Text], rules: InputRules, *, param: str
-) -> list[PoolingInput]:
-    """Tokenize texts or pairs of texts, and return the inputs for the model in the same order.
-
-    Raises `BadRequestError` if one input is too long for the model, or if all together have too many tokens for one
-    request. `param` is the field of the request that the error names.
-    """
-    limit = rules.limit()
-    inputs: list[PoolingInput] = []
-    num_tokens = 0
-    # In groups: a client that disconnects, or too many tokens, ends the work after the present group.
-    for group in groups(texts):
-        encode = partial(_encode, tokenizer, group, rules, limit)
-        group_inputs = await beside_loop(sum(map(_size, group)) + _CHARS_PER_TEXT * len(group), encode)
-        _check(group_inputs, rules, param, first=len(inputs))
-        num_tokens += sum([len(item.token_ids) for item in group_inputs])
-        check_num_tokens(num_tokens, param=param)
-        inputs += group_inputs
-    return inputs
-
-
-def groups(texts: Sequence[_Text]) -> Iterator[list[_Text]]:
-    """Divide texts into groups of at most `PIECE_CHARS` characters and `_GROUP_TEXTS` texts; each group is tokenized in
-    one call. A text is never divided, so that a longer one is a group by itself.
-    """
-    group: list[_Text] = []
-    size = 0
-    for text in texts:
-        if group and (size + _size(text) > PIECE_CHARS or len(group) == _GROUP_TEXTS):
-            yield group
-            group, size = [], 0
-        group.append(text)
-        size += _size(text)
-    if group:
-        yield group
-
-
-def _size(text: _Text) -> int:
-    return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
-
-
-def of_token_ids(prompts: Sequence[list[int]], rules: InputRules, *, param: str) -> list[PoolingInput]:
-    """Return inputs for prompts that are given as token ids, truncated as `rules` say.
-
-    Raises `BadRequestError` for ids outside of the vocabulary, if one input is too long for the model, or if all
-    together have too many tokens for one request. `param` is the field of the request that the error names.
-    """
-    limit = rules.limit()
-    num_tokens = 0
-    for token_ids in prompts:
-        num_tokens += len(token_ids)
-        check_num_tokens(num_tokens, param=param)
-        # The model has no embedding for such an id: reject it here, not in the engine in the middle of a batch.
-        if max(token_ids) >= rules.vocab_size:
-            raise BadRequestError(f"{param}: token ids must be from 0 to {rules.vocab_size - 1}", param=param)
-    cut = slice(-limit, None) if rules.keeps_end and limit is not None else slice(limit)
-    inputs = [PoolingInput(token_ids[cut]) for token_ids in prompts]
-    _check(inputs, rules, param)
-    return inputs
-
-
-def _encode(
-    tokenizer: TextTokenizer, texts: Sequence[_Text], rules: InputRules, limit: int | None
-) -> list[PoolingInput]:
-    if limit is not None:
-        return [_input(_cut(tokenizer, text, rules, limit)) for text in texts]
-    lowered = [_lowered(text, rules) for text in texts]
-    # Only a group with one large text can be that long. Check it piece by piece before encoding all of it.
-    if max(map(_size, lowered)) > PIECE_CHARS:
-        for text in lowered:
-            _check_size(tokenizer, text, rules)
-    encodings = tokenizer.backend.encode_batch_fast(lowered, add_special_tokens=rules.add_special_tokens)
-    return [_input(encoding) for encoding in encodings]
-
-
-def _check_size(tokenizer: TextTokenizer, text: _Text, rules: InputRules) -> None:
-    """Raise `BadRequestError` if a large text (or one of a pair) has more tokens than the model's context. It stops
-    tokenizing at that number.
-    """
-    for part in (text,) if isinstance(text, str) else text:
-        if not tokenizer.has_at_most(part, rules.max_tokens):
-            raise BadRequestError(
-                f"a text of {len(part)} characters has more than {rules.max_tokens} tokens, the model's context;"
-                " shorten it, or set truncate_prompt_tokens (-1 cuts it to the context)",
-                code="context_length_exceeded",
-            )
-
-
-def _cut(tokenizer: TextTokenizer, text: _Text, rules: InputRules, limit: int) -> Encoding:
-    """Encode a text or a pair and cut it to `limit` tokens, special tokens included.
-
-    The longer text of a pair is cut first, as with `longest_first` of transformers. Raises `BadRequestError` if the
-    special tokens alone exceed `limit`.
-    """
-    text = _lowered(text, rules)
-    texts = [text] if isinstance(text, str) else list(text)
-    # Only the beginning or the end of each text is encoded: the rest would be cut off anyway.
-    parts = [tokenizer.part(part, limit, from_end=rules.keeps_end) for part in texts]
-    backend = tokenizer.backend
-    is_pair = len(parts) == 2
-    available = limit - (backend.num_special_tokens_to_add(is_pair) if rules.add_special_tokens else 0)
-    if available < 0:
-        raise BadRequestError(
-            f"truncate_prompt_tokens is {limit}, less than the number of special tokens around a text",
-            param="truncate_prompt_tokens",
+        reservation = ImageReservation(self._service.image_memory, self._owner)
+        self._reservations.append(reservation)
+        prompt = await with_images(
+            self._service, chat, media, reservation, max_tokens=rules.max_tokens, is_long=self._is_long
         )
-    for part, keep in zip(parts, truncated_lengths([len(part.ids) for part in parts], available), strict=True):
-        part.truncate(keep, direction="left" if rules.keeps_end else "right")
-    pair = parts[1] if is_pair else None
-    return backend.post_process(parts[0], pair, add_special_tokens=rules.add_special_tokens)
-
-
-def truncated_lengths(lengths: Sequence[int], room: int) -> list[int]:
-    """Return how many tokens to keep of each text so that at most `room` remain together. `lengths` has the numbers of
-    tokens of one or two texts.
-
-    Tokens are taken from the longer text; if both have become equally long, from the second one first.
-    """
-    if sum(lengths) <= room:
-        return list(lengths)
-    if len(lengths) == 1:
-        return [room]
-    # The shorter text stays whole if it needs at most half of the room.
-    short = min(lengths)
-    if 2 * short <= room:
-        kept = room - short
-        return [kept, short] if lengths[0] > lengths[1] else [short, kept]
-    return [room - room // 2, room // 2]
-
-
-def _lowered(text: _Text, rules: InputRules) -> _Text:
-    if not rules.lowercase:
-        return text
-    return text.lower() if isinstance(text, str) else (text[0].lower(), text[1].lower())
-
-
-def _input(encoding: Encoding) -> PoolingInput:
-    # Most models have one type for all tokens. Leaving the types out then makes the message smaller.
-    types = encoding.type_ids
-    return PoolingInput(encoding.ids, types if any(types) else None)
-
-
-def _check(inputs: Sequence[PoolingInput], rules: InputRules, param: str, *, first: int = 0) -> None:
-    """Raise `BadRequestError` if an input is longer than the model's context or has no token. The error names the field
-    `param`.
-
-    `first` is the number of the first of `inputs` among all inputs of the request, for the error.
-    """
-    for number, item in enumerate(inputs, first):
-        length = len(item.token_ids)
-        if length > rules.max_tokens:
-            raise BadRequestError(
-                f"{param}: number {number} has {length} tokens, but the model takes {rules.max_tokens}; shorten it, or"
-                " set truncate_prompt_tokens (-1 cuts it to what fits)",
-                param=param,
-                code="context_length_exceeded",
+        # Files and digests are in the same order: that of their first places.
+        self.images |= zip(dict.fromkeys(span.digest for span in prompt.media), prompt.images, strict=True)
+        num_bytes = sum(map(len, self.images.values()))
+        # All may go to one instance in one message.
+        if len(self.images) > MAX_IMAGES or num_bytes > MAX_PROMPT_BYTES:
+            raise media_error(
+                f"a request may have {MAX_IMAGES} different images of {MAX_PROMPT_BYTES} bytes together: split it"
             )
-        if not length:
-            raise BadRequestError(f"{param}: number {number} has no tokens", param=param)
+        return PoolingInput(prompt.token_ids, media=list(prompt.media))

@@ -116,7 +116,7 @@ class Scoring:
 
     def __init__(self, call: PoolingCall, *, param: str, settings: Mapping[str, Any] | None) -> None:
         """`param` is the request's field that errors name; `settings` are its `mm_processor_kwargs`."""
-        call.check_settings(settings)
+        call.inputs.check_settings(settings)
         self._call = call
         self._param = param
         self._settings = None if settings is None else dict(settings)
@@ -153,7 +153,7 @@ class Scoring:
                     " server has not",
                     param=self._param,
                 )
-            return await call.texts(texts, param=self._param)
+            return await call.inputs.texts(texts, param=self._param)
         found: list[PoolingInput] = []
         rendered: list[str] = []
         for first, second in pairs:
@@ -161,10 +161,12 @@ class Scoring:
             if isinstance(first, str) and isinstance(second, str):
                 rendered.append(await call.service.model.render_chat(chat))
             else:
-                found.append(await call.chat(chat, param=self._param))
+                found.append(await call.inputs.chat(chat, param=self._param))
             # Rendering itself never suspends this task. Without this, thousands of pairs would block the event loop.
             await asyncio.sleep(0)
-        texts_of = iter(await call.texts(rendered, param=self._param, rules=call.rules(add_special_tokens=False)))
+        texts_of = iter(
+            await call.inputs.texts(rendered, param=self._param, rules=call.inputs.rules(add_special_tokens=False))
+        )
         others = iter(found)
         return [next(texts_of if isinstance(a, str) and isinstance(b, str) else others) for a, b in pairs]
 
@@ -173,9 +175,9 @@ class Scoring:
         # Each distinct text is embedded once: /rerank has the query in every pair.
         items = {_key(item): item for pair in pairs for item in pair}
         texts = [item for item in items.values() if isinstance(item, str)]
-        read = iter(await self._call.texts(texts, param=self._param))
+        read = iter(await self._call.inputs.texts(texts, param=self._param))
         inputs = [
-            next(read) if isinstance(item, str) else await self._call.chat(self._chat(_message("user", item)))
+            next(read) if isinstance(item, str) else await self._call.inputs.chat(self._chat(_message("user", item)))
             for item in items.values()
         ]
         vectors = await self._call.compute(inputs, PoolingSpec(task="embed"))

@@ -19,7 +19,7 @@ async def embeddings(call: PoolingCall, request: EmbeddingRequest) -> msgspec.St
     """Answer /v1/embeddings with one embedding for each input. Raises `ApiError`."""
     call.require("embed")
     check_dimensions(request.dimensions, call.profile)
-    inputs = await call.inputs(request)
+    inputs = await call.inputs.of(request)
     params = PoolingSpec(task="embed", dimensions=request.dimensions, normalize=request.normalize)
     vectors = await call.compute(inputs, params)
     texts = await encode_vectors(vectors, request.encoding_format or "float")
@@ -34,7 +34,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
     task = request.task or call.profile.tasks[0]
     call.require(task)
     check_dimensions(request.dimensions, call.profile)
-    inputs = await call.inputs(request)
+    inputs = await call.inputs.of(request)
     params = PoolingSpec(
         task=task, dimensions=request.dimensions, normalize=request.normalize, activation=request.activation
     )
@@ -47,7 +47,7 @@ async def pooling(call: PoolingCall, request: PoolingRequest) -> msgspec.Struct:
 async def classes(call: PoolingCall, request: ClassificationRequest) -> msgspec.Struct:
     """Answer /classify with the scores of all classes for each input. Raises `ApiError`."""
     call.require("classify")
-    inputs = await call.inputs(request)
+    inputs = await call.inputs.of(request)
     vectors = await call.compute(inputs, PoolingSpec(task="classify", activation=request.activation))
     data = [_classification(i, vector, call.profile.labels) for i, vector in enumerate(vectors)]
     return PoolingAnswer(id=call.id, created=call.created, model=call.model, data=data, usage=call.usage())
