@@ -1,13 +1,16 @@
-"""Rotary frequencies and angles: fixed frequencies, and positions with three rows.
+"""Rotary frequencies and angles: those of dense decoders, fixed frequencies, and positions with three rows.
 
 transformers would choose some frequencies in each forward pass by the longest position in it. In a batch of unrelated
 requests, one request's KV would then depend on another's length. So the choice is made once, from `max_model_len`, as
 vLLM does.
 
+Dense decoders that are loaded without transformers have their frequencies from here.
+
 With M-RoPE each frequency reads one of the three rows of the positions. transformers' classes of such models do it
 themselves. Models that are built as another family get it here.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -23,6 +26,49 @@ _ALTERNATING = frozenset(
     {"qwen3_5_moe_text", "qwen3_5_text", "qwen3_omni_moe_text", "qwen3_vl_moe_text", "qwen3_vl_text"}
 )
 """Model types in which one frequency after the other reads another row. In other models sections of them do."""
+
+
+class Rotary(nn.Module):
+    """Computes the cosines and sines that rotary embeddings need, in models that are loaded without transformers."""
+
+    inv_freq: Tensor
+
+    def __init__(self, frequencies: Tensor) -> None:
+        """`frequencies` are in radians per position, float32 [head_dim / 2], on the device of the model."""
+        super().__init__()
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+
+    def forward(self, like: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cosines and sines of the rotary angles at `positions` [1, num_tokens], each [1, num_tokens,
+        head_dim]; both halves of head_dim are equal. They have the dtype of `like`."""
+        halves = positions[..., None].float() * self.inv_freq
+        angles = torch.cat((halves, halves), dim=-1)
+        return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+
+
+def rotary_frequencies(head_dim: int, theta: float) -> Tensor:
+    """Return rotary frequencies in radians per position, float32 [head_dim / 2], on the host. `theta` is their base.
+
+    The operations are those of transformers in the same order: other rounding would change the model's results.
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64, device="cpu").float() / head_dim
+    return 1.0 / (theta**exponents)
+
+
+def stretched(
+    frequencies: Tensor, *, factor: float, low_freq_factor: float, high_freq_factor: float, original_length: int
+) -> Tensor:
+    """Return rotary frequencies scaled for longer contexts, as Llama 3.1 does: low frequencies are divided by a factor,
+    high ones kept, and those in between blended.
+
+    See https://github.com/meta-llama/llama-models/blob/main/models/llama3/model.py, apply_scaling.
+    """
+    longest, shortest = original_length / low_freq_factor, original_length / high_freq_factor
+    waves = 2 * math.pi / frequencies
+    scaled = torch.where(waves > longest, frequencies / factor, frequencies)
+    kept = (original_length / waves - low_freq_factor) / (high_freq_factor - low_freq_factor)
+    blended = (1 - kept) * scaled / factor + kept * scaled
+    return torch.where((waves >= shortest) & (waves <= longest), blended, scaled)
 
 
 def set_axes(twin: Any, config: Any) -> None:

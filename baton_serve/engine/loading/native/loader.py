@@ -1,5 +1,6 @@
 """Loads dense decoders directly from safetensors files: mapped on hosts, copied to devices by several threads."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.kernels import AttentionSpec
 from baton_serve.engine.loading.gguf_weights import dense_layers, gguf_file
 from baton_serve.engine.loading.native.dense_config import DenseConfig, read_folder
-from baton_serve.engine.loading.native.dense_decoder import DenseModel, Rotary
+from baton_serve.engine.loading.native.dense_decoder import DenseModel
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.quantization.prequantized import fill_stored
 from baton_serve.engine.loading.weight_files import TensorCopy, fill, map_tensors
@@ -22,6 +23,7 @@ from baton_serve.engine.model.fingerprint import weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.pipeline_stage import keep_layers
 from baton_serve.engine.model.rank_parts import RankParts
+from baton_serve.engine.model.rotary import Rotary, rotary_frequencies, stretched
 from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import LOAD_ERRORS, weight_files
 
@@ -118,7 +120,7 @@ def _load(
     # New parameters have replaced the shared one, so share it again.
     if stage.is_first:
         module.tie()
-    module.model.rotary_emb = Rotary(dense, target)
+    module.model.rotary_emb = _rotary(dense, target)
     return module.eval()
 
 
@@ -135,7 +137,7 @@ def _load_gguf(
             stored.drop(keep_layers(module, stage))
         if stored is None or not fill_stored(module, stored, target, dtype):
             return None
-    module.model.rotary_emb = Rotary(dense, target)
+    module.model.rotary_emb = _rotary(dense, target)
     return module.eval().requires_grad_(False)
 
 
@@ -152,3 +154,11 @@ def _on_device(
     pieces = [TensorCopy(made[name], tensor) for name, tensor in stored.items()]
     fill(pieces, target, lambda fraction: progress("loading weights", fraction), config.loader.copy_threads)
     return made
+
+
+def _rotary(dense: DenseConfig, target: torch.device) -> Rotary:
+    """Return the rotary module of a decoder, with its frequencies on the device `target`."""
+    frequencies = rotary_frequencies(dense.head_dim, dense.rope_theta)
+    if dense.rope_stretch is not None:
+        frequencies = stretched(frequencies, **asdict(dense.rope_stretch))
+    return Rotary(frequencies.to(target))
