@@ -17,7 +17,7 @@ from baton_serve.contracts.identity import BlockHash, Generation, InstanceId, Ti
 from baton_serve.contracts.instance import LinkStatus
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.block_memory import BlockMemory
-from baton_serve.kvtransfer.consumer.consumer import ConsumerSide
+from baton_serve.kvtransfer.consumer.consumer_side import ConsumerSide
 from baton_serve.kvtransfer.consumer.fetching import FetchOptions, FetchResult, OnBlocks, OnEnd
 from baton_serve.kvtransfer.consumer.ladder_table import LadderTable
 from baton_serve.kvtransfer.consumer.pages import Pages
@@ -29,7 +29,7 @@ from baton_serve.kvtransfer.errors import LocalTransferError, NodeClosed
 from baton_serve.kvtransfer.liveness import this_host
 from baton_serve.kvtransfer.native.copyhash import copy_hash
 from baton_serve.kvtransfer.probing.running import COMMAND
-from baton_serve.kvtransfer.producer.producer import FetchHandler, ProducerSide
+from baton_serve.kvtransfer.producer.producer_side import FetchHandler, ProducerSide
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports import build

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from baton_serve.services.common.settings.options import Option, options_of  # noqa: E402
 from baton_serve.services.instance.settings import InstanceSettings  # noqa: E402
-from baton_serve.services.router.model_services import ModelSettings  # noqa: E402
+from baton_serve.services.router.service_builder import ModelSettings  # noqa: E402
 from baton_serve.services.router.settings import RouterSettings  # noqa: E402
 
 FREE_OBJECTS = {"resources", "nodeSelector", "affinity", "annotations", "podAnnotations", "podLabels", "labels"}

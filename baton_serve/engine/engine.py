@@ -39,7 +39,7 @@ from baton_serve.engine.execution.executor import LocalExecutor
 from baton_serve.engine.execution.runner import ModelRunner
 from baton_serve.engine.loading.loader_choice import load
 from baton_serve.engine.model.loaded_model import LoadProgress
-from baton_serve.engine.model.lora.loaded import LoadedAdapters
+from baton_serve.engine.model.lora.loaded_adapters import LoadedAdapters
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 from baton_serve.engine.model.vision.placeholder_check import check_images, give_images
 from baton_serve.engine.parallel.ranks import OnLost, Ranks, RemoteRanks

@@ -14,7 +14,7 @@ from baton_serve.kvtransfer.consumer.copying import StopFlag
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.conversion.plan import Translation
 from baton_serve.kvtransfer.conversion.staging_buffers import StagedFetch
-from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
 from baton_serve.kvtransfer.session.steps import Arrived, Fault, Succeed
 from baton_serve.kvtransfer.transports.port import Receiver
 

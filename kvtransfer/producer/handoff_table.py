@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from baton_serve.contracts.identity import Generation, InstanceId, TicketId
 from baton_serve.kvtransfer.errors import LocalTransferError, UnknownTicket
-from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.producer_session import ProducerSession
 from baton_serve.kvtransfer.session.steps import ReleaseReason
 
 K = TypeVar("K")

@@ -22,7 +22,7 @@ from baton_serve.kvtransfer.consumer.fetching import FetchResult, OnBlocks, OnEn
 from baton_serve.kvtransfer.conversion.plan import Translation
 from baton_serve.kvtransfer.errors import LocalTransferError, RemoteTransferError, SourceFailed
 from baton_serve.kvtransfer.node import TransferNode
-from baton_serve.kvtransfer.producer.producer import FetchHandler
+from baton_serve.kvtransfer.producer.producer_side import FetchHandler
 from baton_serve.kvtransfer.ranks.rank_decisions import RankAction, RankRoutes, may_fetch_whole, next_action
 from baton_serve.kvtransfer.ranks.rank_port import NamedBlocks, RankPort
 from baton_serve.kvtransfer.session.steps import ReleaseReason

@@ -12,7 +12,7 @@ from pathlib import Path
 from baton_serve.contracts.messages import AdapterChanged, AdapterRefusal, LoadAdapter, UnloadAdapter
 from baton_serve.engine import Engine, EngineError
 from baton_serve.engine.errors import AdapterError
-from baton_serve.engine.model.lora.loaded import LoadedAdapters
+from baton_serve.engine.model.lora.loaded_adapters import LoadedAdapters
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken

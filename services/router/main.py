@@ -38,7 +38,6 @@ from baton_serve.services.router.cluster.readiness import ReadinessLog
 from baton_serve.services.router.http.gateway import Gateway, with_middleware
 from baton_serve.services.router.http.hosts import with_allowed_hosts
 from baton_serve.services.router.http.status_endpoints import own_metrics, own_stats
-from baton_serve.services.router.model_services import Models, settings_of_models, with_local_models
 from baton_serve.services.router.placement.admission import AdmissionRules
 from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.policy import PlacementPolicy
@@ -53,6 +52,7 @@ from baton_serve.services.router.quota.usage_limits import UsageLedger
 from baton_serve.services.router.requests.dispatcher import AdmissionControl
 from baton_serve.services.router.requests.metrics import RouterMetrics
 from baton_serve.services.router.requests.prompt_request import RequestPolicy
+from baton_serve.services.router.service_builder import Models, settings_of_models, with_local_models
 from baton_serve.services.router.settings import RouterSettings
 from baton_serve.services.router.text.served_model import ModelNames
 

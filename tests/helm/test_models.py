@@ -7,7 +7,7 @@ from typing import Any
 import helm_python
 import pytest
 
-from baton_serve.services.router.model_services import settings_of_models
+from baton_serve.services.router.service_builder import settings_of_models
 from baton_serve.services.router.text.served_model import ModelNames
 from tests.helm.chart import ROOT, Manifest, container_of, named, objects, of_kind, pod_of, render
 from tests.helm.kubernetes_schemas import validate_strictly

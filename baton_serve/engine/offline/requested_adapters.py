@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton_serve.engine.errors import ConfigError
-from baton_serve.engine.model.lora.loaded import LoadedAdapters
+from baton_serve.engine.model.lora.loaded_adapters import LoadedAdapters
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from hypothesis.stateful import RuleBasedStateMachine
 
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
-from baton_serve.kvtransfer.session.consumer import ConsumerSession
-from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
+from baton_serve.kvtransfer.session.producer_session import ProducerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,

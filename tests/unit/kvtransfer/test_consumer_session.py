@@ -1,7 +1,7 @@
 """The consumer's end, step by step."""
 
 from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
-from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,

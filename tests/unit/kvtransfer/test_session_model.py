@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from baton_serve.kvtransfer.session.consumer import ConsumerSession
-from baton_serve.kvtransfer.session.producer import ProducerSession
+from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
+from baton_serve.kvtransfer.session.producer_session import ProducerSession
 from baton_serve.kvtransfer.session.steps import Fault
 from tests.unit.kvtransfer.samples import TICKET, name
 from tests.unit.kvtransfer.session_world import GARBAGE, LIMITS, NUM_BLOCKS, Connection, Renewal, World

@@ -18,9 +18,9 @@ from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.router.app import create_app
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.main import admission_control, request_policy
-from baton_serve.services.router.model_services import Models, settings_of_models, with_local_models
 from baton_serve.services.router.quota.api_keys import ApiKeys
 from baton_serve.services.router.requests.metrics import RouterMetrics
+from baton_serve.services.router.service_builder import Models, settings_of_models, with_local_models
 from baton_serve.services.router.settings import RouterSettings
 from tests.unit.local.hub_cache import downloaded
 from tests.unit.router.conftest import settle

@@ -18,14 +18,14 @@ from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.layers import embed
 from baton_serve.engine.kernels.triton import split_k as triton_split
-from baton_serve.engine.kernels.triton.digits import norm_split, silu_split
+from baton_serve.engine.kernels.triton.activation_digits import norm_split, silu_split
 from baton_serve.engine.kernels.triton.experts import route
 from baton_serve.engine.kernels.triton.experts_codes import mix
+from baton_serve.engine.kernels.triton.gemv import gated_row, is_row, linear, pack
 from baton_serve.engine.kernels.triton.kv_store import coded, largest_of, scale_of
-from baton_serve.engine.kernels.triton.linear import gated_row, is_row, linear, pack
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.digits import has_nibbles, takes_digits
-from baton_serve.engine.kernels.triton.quant.row import row_product
+from baton_serve.engine.kernels.triton.quant.gemv import row_product
 from baton_serve.engine.kernels.triton.tiles import padded
 
 

@@ -1,5 +1,5 @@
 """LoRA adapters in PEFT's format: reading, keeping them beside the model, and adding their products.
 
 Modules: `adapter_files` (a folder to matrices), `store` (which adapters are loaded), `products` (what they add in a
-step), `loaded` (the interface of the engine).
+step), `loaded_adapters` (the interface of the engine).
 """

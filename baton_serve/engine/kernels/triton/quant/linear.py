@@ -7,7 +7,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Activations
 from baton_serve.engine.kernels.quantized import QuantizedWeight
-from baton_serve.engine.kernels.triton.digits import Digits, split
+from baton_serve.engine.kernels.triton.activation_digits import Digits, split
 from baton_serve.engine.kernels.triton.quant.dense import dense
 from baton_serve.engine.kernels.triton.quant.digits import (
     digit_parts,
@@ -16,7 +16,7 @@ from baton_serve.engine.kernels.triton.quant.digits import (
     has_nibbles,
     takes_digits,
 )
-from baton_serve.engine.kernels.triton.quant.row import row_product
+from baton_serve.engine.kernels.triton.quant.gemv import row_product
 from baton_serve.engine.kernels.triton.quant.tile import is_paired, tile_parts, tile_product
 
 LONG_ROW = 8192

@@ -31,7 +31,7 @@ from baton_serve.kvtransfer.producer.connections import ConsumerConnections
 from baton_serve.kvtransfer.producer.handoff_table import Handoff, HandoffTable
 from baton_serve.kvtransfer.producer.link import ProducerLink
 from baton_serve.kvtransfer.producer.send_queue import SendBatch
-from baton_serve.kvtransfer.session.producer import CODE_OF, ProducerSession
+from baton_serve.kvtransfer.session.producer_session import CODE_OF, ProducerSession
 from baton_serve.kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
 from baton_serve.kvtransfer.session.table import ProducerState
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Activations, Weight
 from baton_serve.engine.kernels.quantized import QuantizedWeight
-from baton_serve.engine.kernels.triton.digits import Digits
+from baton_serve.engine.kernels.triton.activation_digits import Digits
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.digits import digit_product
 from baton_serve.engine.kernels.triton.tiles import row_tiles

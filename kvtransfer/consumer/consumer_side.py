@@ -18,7 +18,7 @@ from baton_serve.kvtransfer.consumer.parcel_copier import ParcelCopier
 from baton_serve.kvtransfer.consumer.renewals import Renewals
 from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.control_messages import Blocks, Bytes, Done, Fail, Ready, Release, Renewed, ToConsumer
-from baton_serve.kvtransfer.session.consumer import ConsumerSession
+from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
