@@ -101,6 +101,23 @@ def test_a_cancelled_reservation_gives_its_host_memory_back(folder: Path) -> Non
         assert host_bytes(sink) == 0
 
 
+@pytest.mark.usefixtures("threaded_ranks")
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2"])
+def test_checkpoints_travel_through_the_mirror_of_a_single_rank(
+    family: str, references: References, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their blocks are in the memory of the device, as those of KV, and in the mirror only during a transfer."""
+    reference = references(family)
+    with make_engine(reference.folder) as plain:
+        place_kv_caches(monkeypatch, "mirrored")
+        with make_engine(reference.folder) as one, make_engine(reference.folder, pipeline_parallel_size=2) as stages:
+            for source, sink in ((plain, one), (one, plain), (stages, one), (one, stages)):
+                for number in range(2):  # the second handoff finds its prefix at both ends
+                    work = make_work(source, f"w{number}", reference.prompts[3])
+                    assert hand_over(source, sink, work)[f"w{number}", 0] == reference.answers[3]
+                assert source.reset_prefix_cache() and sink.reset_prefix_cache()
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("threaded_ranks")
 @pytest.mark.parametrize("has_streams", [True, False])

@@ -265,9 +265,11 @@ def make_states(parts: Sequence[StatePart], num_slots: int, cache: KVCache, firs
     with several ranks in the host memory where blocks are whole. `first` is the byte of a checkpoint at which the
     states of this rank's pipeline stage begin; None: this is the only rank."""
     layout = cache.layout
+    if first is None:
+        # In the memory of KV: with a mirror, blocks are in that only while transports use them.
+        own = cache.device_tensor if layout.state_bytes else NO_BLOCKS
+        return StateMemory(parts, num_slots, own, cache.device, num_blocks=layout.state_blocks)
     # The part of a block that one of several ranks has is not contiguous, and other models do not need it as bytes.
     blocks = cache.whole_blocks if layout.state_bytes and cache.has_whole_blocks else NO_BLOCKS
-    if first is None:
-        return StateMemory(parts, num_slots, blocks, cache.device, num_blocks=layout.state_blocks)
     pieces = pieces_of(parts, layout.block_bytes, first)
     return StateMemory(parts, num_slots, blocks, cache.device, num_blocks=layout.state_blocks, pieces=pieces)
