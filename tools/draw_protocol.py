@@ -1,4 +1,4 @@
-"""Draw the states of a transfer into docs/reference/protocol.md, between two markers, from `kvtransfer.session.table`.
+"""Draw the states of a transfer into docs/reference/protocol.md, between two markers, from `kvtransfer.session.states`.
 
 python -m tools.draw_protocol          rewrite the drawing
 python -m tools.draw_protocol --check  fail if it is out of date
@@ -10,7 +10,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from baton_serve.kvtransfer.session.table import CONSUMER, PRODUCER
+from baton_serve.kvtransfer.session.states import CONSUMER, PRODUCER
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "reference" / "protocol.md"
 State = TypeVar("State", bound=StrEnum)

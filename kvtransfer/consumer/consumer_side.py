@@ -11,7 +11,7 @@ from baton_serve.contracts.identity import BlockHash, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
 from baton_serve.kvtransfer.consumer.connections import Connections
-from baton_serve.kvtransfer.consumer.copying import CopyResult, StopFlag
+from baton_serve.kvtransfer.consumer.copy_jobs import CopyResult, StopFlag
 from baton_serve.kvtransfer.consumer.fetching import Fetching, FetchOptions, FetchResult
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.consumer.parcel_copier import ParcelCopier

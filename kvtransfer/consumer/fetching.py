@@ -10,7 +10,7 @@ from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer import errors
-from baton_serve.kvtransfer.consumer.copying import StopFlag
+from baton_serve.kvtransfer.consumer.copy_jobs import StopFlag
 from baton_serve.kvtransfer.consumer.link import ConsumerLink
 from baton_serve.kvtransfer.conversion.plan import Translation
 from baton_serve.kvtransfer.conversion.staging_buffers import StagedFetch

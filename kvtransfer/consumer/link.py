@@ -11,7 +11,7 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.wire import WireError
 from baton_serve.kvtransfer.consumer.attachment import TransportAttachment
 from baton_serve.kvtransfer.consumer.channel import ProducerChannel
-from baton_serve.kvtransfer.consumer.copying import BufferedParcel
+from baton_serve.kvtransfer.consumer.copy_jobs import BufferedParcel
 from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.control_messages import (
     PROTOCOL,

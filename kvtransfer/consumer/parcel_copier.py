@@ -1,11 +1,11 @@
-"""Place the bytes of blocks that the producer's messages announce or carry, and return credit for them."""
+"""Decides where received blocks are copied, at once or in a worker thread, and returns credit for them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import zmq
 
-from baton_serve.kvtransfer.consumer.copying import (
+from baton_serve.kvtransfer.consumer.copy_jobs import (
     BufferedParcel,
     CopyJob,
     CopyResult,

@@ -32,8 +32,8 @@ from baton_serve.kvtransfer.producer.handoff_table import Handoff, HandoffTable
 from baton_serve.kvtransfer.producer.link import ProducerLink
 from baton_serve.kvtransfer.producer.send_queue import SendBatch
 from baton_serve.kvtransfer.session.producer_session import CODE_OF, ProducerSession
+from baton_serve.kvtransfer.session.states import ProducerState
 from baton_serve.kvtransfer.session.steps import Drain, ProducerStep, Released, ReleaseReason, Serve, Tell
-from baton_serve.kvtransfer.session.table import ProducerState
 
 DRAIN_POLL_S = 0.0005
 """First interval in seconds at which a draining ticket is checked; it doubles with each check."""

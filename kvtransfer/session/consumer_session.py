@@ -12,6 +12,7 @@ from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
 from baton_serve.kvtransfer.session.progress import Progress
+from baton_serve.kvtransfer.session.states import CONSUMER, ConsumerState, ConsumerTrigger
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
@@ -25,7 +26,6 @@ from baton_serve.kvtransfer.session.steps import (
     StopCopies,
     Succeed,
 )
-from baton_serve.kvtransfer.session.table import CONSUMER, ConsumerState, ConsumerTrigger
 
 State, Trigger = ConsumerState, ConsumerTrigger
 LIVE = (State.LINKING, State.REQUESTED, State.STREAMING, State.DRAINING)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.control_messages import Again, Done, Fail, FailCode, Fetch, Outcome, Ready, Release
+from baton_serve.kvtransfer.session.states import PRODUCER, ProducerState, ProducerTrigger
 from baton_serve.kvtransfer.session.steps import (
     Drain,
     ProducerStep,
@@ -19,7 +20,6 @@ from baton_serve.kvtransfer.session.steps import (
     SessionLimits,
     Tell,
 )
-from baton_serve.kvtransfer.session.table import PRODUCER, ProducerState, ProducerTrigger
 
 State, Trigger = ProducerState, ProducerTrigger
 REASON_OF: dict[Outcome, ReleaseReason] = {

@@ -60,7 +60,7 @@ class HostReceiver:
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
         """Copy several blocks from the producer's memory to this node's by one call. Return for each whether its bytes
-        match its checksum. Implements `kvtransfer.consumer.copying.ReceivesAll`.
+        match its checksum. Implements `kvtransfer.consumer.copy_jobs.ReceivesAll`.
         """
         source = self._source
         if source is None:

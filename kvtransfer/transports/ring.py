@@ -165,7 +165,7 @@ class DeviceReceiver:
 
     def receive_all(self, placements: Sequence[BlockPlacement]) -> list[bool]:
         """Copy several blocks to the device, and wait for the device once. Return for each whether its bytes match its
-        checksum. Implements `kvtransfer.consumer.copying.ReceivesAll`.
+        checksum. Implements `kvtransfer.consumer.copy_jobs.ReceivesAll`.
         """
         with self._lock:
             if self._is_closed:

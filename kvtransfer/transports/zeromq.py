@@ -94,7 +94,7 @@ class FrameReceiver:
 
     def take_whole(self, placements: Sequence[BlockPlacement], offsets: Sequence[int], frame: memoryview) -> list[bool]:
         """Copy several whole blocks out of one frame; `offsets` has the position in the frame at which each begins.
-        Return for each whether it matches its checksum. Implements `kvtransfer.consumer.copying.ReceivesWholeBlocks`.
+        Return for each whether it matches its checksum. Implements `kvtransfer.consumer.copy_jobs.ReceivesWholeBlocks`.
         """
         start = address_of(frame)
         return copy_from([start + offset for offset in offsets], self._target, placements)

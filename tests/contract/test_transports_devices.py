@@ -102,7 +102,7 @@ def test_blocks_that_nobody_wants_any_more_leave_the_ring() -> None:
 def test_a_message_takes_no_more_than_a_small_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks of this one; over a library that must stage, a quarter of that."""
     from baton_serve.kvtransfer.transports.devicecopy import DeviceBlocks
-    from baton_serve.kvtransfer.transports.oneccl import device as ends
+    from baton_serve.kvtransfer.transports.oneccl import device_ends as ends
     from baton_serve.kvtransfer.transports.oneccl.device_pair import DevicePair
 
     monkeypatch.setattr(DeviceBlocks, "total_bytes", lambda self: 4 * LAYOUT.block_bytes * ends.DEVICE_SHARE)

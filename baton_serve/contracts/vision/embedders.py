@@ -11,7 +11,7 @@ import msgspec
 
 from baton_serve.contracts.vision import qwen_glm
 from baton_serve.contracts.vision.family import ImageFamily
-from baton_serve.contracts.vision.fixed import FixedImages
+from baton_serve.contracts.vision.fixed_size import FixedImages
 from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.contracts.vision.registry import image_family
 

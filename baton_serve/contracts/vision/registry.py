@@ -9,7 +9,7 @@ from baton_serve.contracts.media import MAX_VIDEO_FRAMES
 from baton_serve.contracts.vision import (
     audio_families,
     aya_vision,
-    fixed,
+    fixed_size,
     gemma3,
     gemma4,
     idefics3,
@@ -25,7 +25,7 @@ from baton_serve.contracts.vision.model_files import EDGES, ModelFacts
 
 FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "aya_vision": aya_vision.family,
-    "deepseek_vl": fixed.family,
+    "deepseek_vl": fixed_size.family,
     "gemma3": gemma3.family,
     "gemma4": gemma4.family,
     "glm46v": qwen_glm.glm,
@@ -51,7 +51,7 @@ FAMILIES: Mapping[str, Callable[[ModelFacts], ImageFamily | None]] = {
     "qwen3_vl": qwen_glm.qwen,
     "qwen3_vl_moe": qwen_glm.qwen,
     "smolvlm": idefics3.family,
-    "vipllava": fixed.family,
+    "vipllava": fixed_size.family,
     "voxtral": audio_families.family,
 }
 """By `model_type`: makes the family of a model. It returns None if the model does not read images."""

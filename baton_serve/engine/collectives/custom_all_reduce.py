@@ -102,7 +102,7 @@ class FusedAllReduceNorm:
         ignored. Raises an error of a type in `ERRORS` if the device or torch cannot do that.
         """
         memory: Any = importlib.import_module("torch.distributed._symmetric_memory")
-        self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.exchange")
+        self._kernels: Any = importlib.import_module("baton_serve.engine.kernels.triton.all_reduce")
         self._shard = shard
         words = weight.numel() * weight.element_size() // 4  # the kernels move data in words of four bytes
         row_bytes = self._kernels.inbox_bytes(shard.size, 1, words)

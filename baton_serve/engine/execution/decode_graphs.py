@@ -31,8 +31,8 @@ from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, cross_
 from baton_serve.engine.model.block_tables import BlockTables, DeviceTables
 from baton_serve.engine.model.forward import Forward
 from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, sorted_rows
+from baton_serve.engine.model.mrope_positions import first_shifts
 from baton_serve.engine.model.pipeline_stage import CapturedStage
-from baton_serve.engine.model.position_rows import first_shifts
 
 LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS, ADAPTERS = range(8)
 """Rows of the input array.

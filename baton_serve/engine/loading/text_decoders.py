@@ -14,7 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.loading.unsupported_models import INSTEAD
-from baton_serve.engine.model import rotary
+from baton_serve.engine.model.mrope_axes import set_axes
 from baton_serve.engine.model_folder import HfConfig
 
 _TWINS = {
@@ -90,7 +90,7 @@ def _twin(config: HfConfig) -> HfConfig:
             stated = {key: value for key, value in values[rope].items() if not key.startswith("mrope")}
             values[rope] = {**stated, **{k: "default" for k in ("type", "rope_type") if stated.get(k) == "mrope"}}
     twin = kind(**values)
-    rotary.set_axes(twin, config)
+    set_axes(twin, config)
     twin.architectures = [f"{kind.__name__.removesuffix('Config')}ForCausalLM"]
     return twin
 

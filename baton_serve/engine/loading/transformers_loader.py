@@ -37,6 +37,7 @@ from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.fingerprint import dummy_fingerprint, weights_fingerprint
 from baton_serve.engine.model.loaded_model import LoadedModel, LoadProgress
 from baton_serve.engine.model.lora.adapter_files import target_modules
+from baton_serve.engine.model.mrope_axes import adapt_positions
 from baton_serve.engine.model.pipeline_stage import is_within, keep_layers
 from baton_serve.engine.model.plugin_models import ModelRegistry
 from baton_serve.engine.model.quantized.formats import scheme
@@ -132,7 +133,7 @@ def load_model(
         shared_layers=layers.shared_layers,
         states=placed_states(layers.states, parts.delta),
         source_tokens=layers.source_tokens,
-        has_position_rows=rotary.adapt_positions(module),
+        has_position_rows=adapt_positions(module),
         has_bidirectional_prompts=has_bidirectional_prompts(text_config),
     )
 

@@ -18,7 +18,7 @@ from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk, wh
 from baton_serve.engine.kernels import AttentionMetadata, SlotRows
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
-from baton_serve.engine.model.position_rows import step_positions
+from baton_serve.engine.model.mrope_positions import step_positions
 
 
 class ImageRows(NamedTuple):

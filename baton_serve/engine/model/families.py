@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.kernels import Norm
+from baton_serve.engine.model.mrope_axes import position_axes, row_angles
 from baton_serve.engine.model.pipeline_stage import own_layers
-from baton_serve.engine.model.rotary import position_axes, row_angles
 
 GELU_TANH = "gelu_pytorch_tanh"
 ACTIVATIONS = ("silu", GELU_TANH)

@@ -48,8 +48,8 @@ from baton_serve.engine.model.fused_mixers import (
     pack_mixer,
 )
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.mrope_axes import row_angles
 from baton_serve.engine.model.quantized.modules import QuantizedLinear, install
-from baton_serve.engine.model.rotary import row_angles
 
 
 def fits(model: LoadedModel, library: ctypes.CDLL) -> bool:

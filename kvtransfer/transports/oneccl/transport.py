@@ -18,7 +18,7 @@ from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.settings import TransferSettings
 from baton_serve.kvtransfer.transports.hostcopy import host_blocks
 from baton_serve.kvtransfer.transports.oneccl.backends import device_backends, host_backends
-from baton_serve.kvtransfer.transports.oneccl.host import PairReceiver, PairSender
+from baton_serve.kvtransfer.transports.oneccl.host_ends import PairReceiver, PairSender
 from baton_serve.kvtransfer.transports.oneccl.pair import Backend, Pair
 from baton_serve.kvtransfer.transports.oneccl.thread import PairThread
 from baton_serve.kvtransfer.transports.port import AttachRequest, NodeFacts, Receiver, ReceiveTarget, Sender
@@ -173,7 +173,7 @@ def _blocks_of(memory: BlockMemory) -> Any:
 
 def _device_module() -> ModuleType:
     """Import and return the module for blocks in a device's memory, which needs torch."""
-    return importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device")
+    return importlib.import_module("baton_serve.kvtransfer.transports.oneccl.device_ends")
 
 
 def _host_of(settings: TransferSettings) -> str:

@@ -8,6 +8,7 @@ from baton_serve.contracts.identity import BlockHash
 from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
 from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
 from baton_serve.kvtransfer.session.producer_session import ProducerSession
+from baton_serve.kvtransfer.session.states import ProducerState
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
@@ -25,7 +26,6 @@ from baton_serve.kvtransfer.session.steps import (
     Succeed,
     Tell,
 )
-from baton_serve.kvtransfer.session.table import ProducerState
 from tests.unit.kvtransfer.samples import TICKET, name
 
 LIMITS = SessionLimits(connect_timeout_s=8, answer_timeout_s=9, lease_s=4, lease_grace_s=0.5)

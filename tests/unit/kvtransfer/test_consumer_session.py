@@ -2,6 +2,7 @@
 
 from baton_serve.kvtransfer.control_messages import Again, Blocks, Done, Fail, Fetch, Piece, Ready, Release
 from baton_serve.kvtransfer.session.consumer_session import ConsumerSession
+from baton_serve.kvtransfer.session.states import ConsumerState
 from baton_serve.kvtransfer.session.steps import (
     Arrived,
     Ask,
@@ -13,7 +14,6 @@ from baton_serve.kvtransfer.session.steps import (
     StopCopies,
     Succeed,
 )
-from baton_serve.kvtransfer.session.table import ConsumerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
 

@@ -15,7 +15,7 @@ from baton_serve.kvtransfer.control_messages import Piece
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.transports.oneccl.backends import LEGACY_BINDINGS, device_backend, host_backends
 from baton_serve.kvtransfer.transports.oneccl.device_pair import DeviceBackend
-from baton_serve.kvtransfer.transports.oneccl.host import Region, groups
+from baton_serve.kvtransfer.transports.oneccl.host_ends import Region, groups
 
 
 def pieces(*sources: int) -> list[Piece]:

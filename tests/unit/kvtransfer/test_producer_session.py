@@ -3,8 +3,8 @@
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.control_messages import Again, Done, Fail, Fetch, Ready, Release
 from baton_serve.kvtransfer.session.producer_session import ProducerSession
+from baton_serve.kvtransfer.session.states import ProducerState
 from baton_serve.kvtransfer.session.steps import Drain, ProducerStep, Released, Serve, Tell
-from baton_serve.kvtransfer.session.table import ProducerState
 from tests.unit.kvtransfer.samples import LIMITS, TICKET, name
 
 LEASE = LIMITS.lease_s + LIMITS.lease_grace_s

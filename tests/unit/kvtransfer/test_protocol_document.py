@@ -1,6 +1,6 @@
 """docs/reference/protocol.md shows the states that the code has."""
 
-from baton_serve.kvtransfer.session.table import CONSUMER, PRODUCER, ConsumerState, ProducerState
+from baton_serve.kvtransfer.session.states import CONSUMER, PRODUCER, ConsumerState, ProducerState
 from tools.draw_protocol import DOCUMENT, with_drawing
 
 

@@ -12,7 +12,7 @@ import torch
 
 from baton_serve.engine.kernels.reference import layers as reference_layers
 
-triton_exchange = pytest.importorskip("baton_serve.engine.kernels.triton.exchange")
+all_reduce = pytest.importorskip("baton_serve.engine.kernels.triton.all_reduce")
 
 WORDS, MAX_ROWS, EPS = 24, 5, 1e-6
 ROUNDS = (1, 5, 2, 3)
@@ -27,13 +27,13 @@ def _run(rank: int, ranks: int, inboxes: torch.Tensor, dtype: torch.dtype, resul
     addresses = torch.tensor([inbox.data_ptr() for inbox in inboxes])
     counters = torch.zeros(MAX_ROWS, dtype=torch.int32)
     hidden = 4 * WORDS // dtype.itemsize
-    made = triton_exchange.Inboxes(rank, addresses, counters, WORDS, MAX_ROWS)
+    made = all_reduce.Inboxes(rank, addresses, counters, WORDS, MAX_ROWS)
     found = []
     for number, rows in enumerate(ROUNDS):
         own = _draw(10 * number + rank, rows, hidden, dtype)
         assert made.fits(own)
         residual, weight = _draw(100 + number, rows, hidden, dtype), _draw(200, 1, hidden, dtype)[0]
-        normed = triton_exchange.sum_norm(own, residual, weight, EPS, made)
+        normed = all_reduce.sum_norm(own, residual, weight, EPS, made)
         found.append((normed.float().tolist(), residual.float().tolist()))
     results.put((rank, found))
 
@@ -41,8 +41,8 @@ def _run(rank: int, ranks: int, inboxes: torch.Tensor, dtype: torch.dtype, resul
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_all_ranks_have_the_norm_of_the_sum(dtype: torch.dtype) -> None:
     ranks, hidden = 2, 4 * WORDS // dtype.itemsize
-    size = triton_exchange.inbox_bytes(ranks, MAX_ROWS, WORDS) // triton_exchange.WORD_BYTES
-    shared = mmap.mmap(-1, ranks * size * triton_exchange.WORD_BYTES)
+    size = all_reduce.inbox_bytes(ranks, MAX_ROWS, WORDS) // all_reduce.WORD_BYTES
+    shared = mmap.mmap(-1, ranks * size * all_reduce.WORD_BYTES)
     inboxes = torch.frombuffer(shared, dtype=torch.int64).view(ranks, size)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
@@ -67,11 +67,11 @@ def _choose(rank: int, inboxes: torch.Tensor, parts: list[list[torch.Tensor]], r
         torch.tensor([inbox.data_ptr() for inbox in inboxes]),
         torch.zeros(MAX_ROWS, dtype=torch.int32),
     )
-    made = triton_exchange.Inboxes(rank, addresses, counters, triton_exchange.WORDS_PER_ARGMAX, MAX_ROWS)
+    made = all_reduce.Inboxes(rank, addresses, counters, all_reduce.WORDS_PER_ARGMAX, MAX_ROWS)
     found = []
     for exchange in parts:
         out = torch.full((len(exchange[rank]),), -1, dtype=torch.int64)
-        found.append(triton_exchange.argmax(exchange[rank], out, made).tolist())
+        found.append(all_reduce.argmax(exchange[rank], out, made).tolist())
     results.put((rank, found))
 
 
@@ -88,8 +88,8 @@ def test_all_ranks_find_the_largest_of_all_columns_and_of_equals_the_first(ranks
     strange[3, -1] = 5.0
     rounds = [drawn, equal, strange, drawn[:1]]
     parts = [list(torch.split(whole, columns, dim=1)) for whole in rounds]
-    size = triton_exchange.inbox_bytes(ranks, MAX_ROWS, triton_exchange.WORDS_PER_ARGMAX) // triton_exchange.WORD_BYTES
-    inboxes = torch.frombuffer(mmap.mmap(-1, ranks * size * triton_exchange.WORD_BYTES), dtype=torch.int64)
+    size = all_reduce.inbox_bytes(ranks, MAX_ROWS, all_reduce.WORDS_PER_ARGMAX) // all_reduce.WORD_BYTES
+    inboxes = torch.frombuffer(mmap.mmap(-1, ranks * size * all_reduce.WORD_BYTES), dtype=torch.int64)
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     arguments = (inboxes.view(ranks, size), parts, results)
@@ -105,7 +105,7 @@ def test_all_ranks_find_the_largest_of_all_columns_and_of_equals_the_first(ranks
 
 
 def test_other_rows_are_left_to_the_library() -> None:
-    inboxes = triton_exchange.Inboxes(0, torch.zeros(2), torch.zeros(MAX_ROWS), WORDS, MAX_ROWS)
+    inboxes = all_reduce.Inboxes(0, torch.zeros(2), torch.zeros(MAX_ROWS), WORDS, MAX_ROWS)
     assert inboxes.fits(torch.zeros(MAX_ROWS, 2 * WORDS, dtype=torch.bfloat16))
     assert not inboxes.fits(torch.zeros(MAX_ROWS + 1, 2 * WORDS, dtype=torch.bfloat16))
     assert not inboxes.fits(torch.zeros(1, 2 * WORDS + 2, dtype=torch.bfloat16))

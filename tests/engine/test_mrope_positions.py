@@ -26,7 +26,7 @@ from transformers import (
 from baton_serve.contracts.media import MAX_ASPECT, MediaSpan, TokenGrid, position_shift
 from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
 from baton_serve.contracts.vision.model_files import ModelFacts
-from baton_serve.engine.model.position_rows import positions_of
+from baton_serve.engine.model.mrope_positions import positions_of
 
 MERGE = 2
 DIGEST = bytes(32)

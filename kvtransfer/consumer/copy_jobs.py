@@ -1,4 +1,4 @@
-"""Place the bytes that messages announce or carry, in a worker thread, or on the event loop if they are few."""
+"""The copies of received blocks as jobs for worker threads, which verify checksums and report what was copied."""
 
 import logging
 import threading
