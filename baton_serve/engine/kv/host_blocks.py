@@ -104,8 +104,8 @@ class HostTierMemory:
             event.synchronize()
 
     def close(self) -> None:
-        """Wait until all copies of this rank have ended, and free its host memory. That of other ranks ends with their
-        processes."""
+        """Wait until all copies of this rank have ended, and free its host memory. Other ranks free theirs when rank 0
+        ends the connection to them."""
         self.slots.close()
 
     def _damaged_slots(self, slots: Sequence[int]) -> set[int]:

@@ -127,16 +127,24 @@ class TPWorker:
         self._device = devices.select_device(config.device, first.rank % config.ranks_per_node)
         self._model = load(config, self._device, lambda what, fraction: None, self._place.shard, self._place.stage)
         self._cache: KVCache | None = None
+        self._host: HostSlots | None = None
+        """This rank's part of the host tier; None without one, or if rank 0 keeps whole blocks."""
         self._memory_before = 0
 
     def serve(self) -> None:
         """Report that the model is loaded, and execute commands until rank 0 closes the channel, which raises
-        `ChannelError`.
+        `ChannelError` after the host tier of this rank was freed.
         """
         self._channel.send(self._channel.encode(RankLoaded(self._model.cached, self._model.fingerprint)))
-        while True:
-            self.do(self._channel.receive(None))
-            self._commands.reach(self._channel.num_received)
+        try:
+            while True:
+                self.do(self._channel.receive(None))
+                self._commands.reach(self._channel.num_received)
+        except ChannelError:
+            # Not after other errors: rank 0 gets their reason, and the device may not answer any more.
+            if self._host is not None:
+                self._host.close()
+            raise
 
     def do(self, command: Command) -> None:
         """Execute one command of rank 0, and answer it if rank 0 expects an answer."""
@@ -170,8 +178,8 @@ class TPWorker:
             case CopyBlocks():
                 self._blocks.copy_blocks(command.sources, command.targets)
             case CopyTierBlocks():
-                self._host.forget_ended()
-                self._host.copy(
+                self._slots.forget_ended()
+                self._slots.copy(
                     command.blocks, command.slots, is_to_host=command.is_to_host, steps_after=command.steps_after
                 )
             case AwaitTierCopies():
@@ -231,7 +239,7 @@ class TPWorker:
                 self._host = HostSlots(self._blocks, command.num_slots)
                 self._answer(0)
             case CheckSlots():
-                damaged = sorted(self._host.find_damaged(command.slots))
+                damaged = sorted(self._slots.find_damaged(command.slots))
                 self._channel.send(self._channel.encode(SlotsChecked(damaged)))
             case ConnectPart():
                 self._connect_part()
@@ -310,6 +318,11 @@ class TPWorker:
     def _adapters(self) -> AdapterStore:
         assert self._setup.adapters is not None  # rank 0 has the same settings
         return self._setup.adapters
+
+    @property
+    def _slots(self) -> HostSlots:
+        assert self._host is not None  # rank 0 builds the host tier before it uses it
+        return self._host
 
     @property
     def _blocks(self) -> KVCache:
