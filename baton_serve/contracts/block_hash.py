@@ -13,10 +13,12 @@ import sys
 from array import array
 from collections.abc import Sequence
 from hashlib import sha256
+from struct import Struct
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import MediaSpan
+from baton_serve.contracts.media import MediaSpan, end_of
 
+_OFFSET = Struct("<q")
 BLOCK_HASH_BYTES = 16
 """Length of a block hash. 16 bytes make accidental collisions practically impossible."""
 
@@ -128,10 +130,11 @@ def hash_blocks(
     data = _words(token_ids)
     block_hash: bytes = root if parent is None else parent
     hashes: list[BlockHash] = []
-    step, spans = block_tokens * 4, list(media)
-    for at in range(0, len(data), step):
-        if spans:
-            block_hash = _with_media(block_hash, spans, start + at // 4, block_tokens)
+    step = block_tokens * 4
+    mixed = _media_by_block(media, start, -(-len(data) // step), block_tokens)
+    for number, at in enumerate(range(0, len(data), step)):
+        if number in mixed:
+            block_hash = sha256(b"baton-media-1" + block_hash + mixed[number]).digest()[:BLOCK_HASH_BYTES]
         block_hash = sha256(block_hash + data[at : at + step]).digest()[:BLOCK_HASH_BYTES]
         hashes.append(BlockHash(block_hash))
     return hashes
@@ -149,17 +152,17 @@ def _words(token_ids: Sequence[int]) -> bytes:
     return words.tobytes()
 
 
-def _with_media(parent: bytes, spans: list[MediaSpan], start: int, block_tokens: int) -> bytes:
-    """Return the parent hash for the block that begins at token `start`: `parent` mixed with the digests of the images
-    that have tokens in the block, or unchanged if there are none.
-
-    Remove the images that end before the block from `spans`, which are in order: blocks are hashed in order too.
+def _media_by_block(media: Sequence[MediaSpan], start: int, num_blocks: int, block_tokens: int) -> dict[int, bytes]:
+    """Return what the images add to the hashes of `num_blocks` blocks, of which the first begins at token `start`: by
+    the number of the block, the digest and the relative place of each image that has tokens in it.
     """
-    while spans and spans[0].end <= start:
-        del spans[0]
-    mixed = b""
-    for span in spans:
-        if span.start >= start + block_tokens:
-            break
-        mixed += span.digest + (span.start - start).to_bytes(8, "little", signed=True)
-    return sha256(b"baton-media-1" + parent + mixed).digest()[:BLOCK_HASH_BYTES] if mixed else parent
+    found: dict[int, bytes] = {}
+    # A block of the answer, whose images all lie before it, is hashed in each few steps of a sequence.
+    if not media or end_of(media) <= start:
+        return found
+    for span in media:
+        begin = span.start - start
+        first, end = max(0, begin // block_tokens), min(num_blocks, -(-(begin + span.length) // block_tokens))
+        for number in range(first, end):
+            found[number] = found.get(number, b"") + span.digest + _OFFSET.pack(begin - number * block_tokens)
+    return found

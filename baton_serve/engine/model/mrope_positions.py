@@ -50,10 +50,9 @@ def step_positions(
         lengths = np.diff(query_starts)
         return indexes + np.repeat(first_shifts(plan), lengths)
     # Sequences without grids keep their indexes in all three rows.
-    rows = np.repeat(indexes[None], 3, axis=0)
+    rows = _three_rows(indexes)
     for first, chunk in placed:
-        media, end = chunk.sequence.request.work.media, chunk.start + chunk.length
-        rows[:, first : first + chunk.length] = positions_of(media, chunk.start, end)
+        _place(rows[:, first : first + chunk.length], chunk.sequence.request.work.media, chunk.start)
     return rows
 
 
@@ -66,21 +65,39 @@ def positions_of(media: Sequence[MediaSpan], start: int, end: int) -> NDArray[np
     """Return the M-RoPE positions of the tokens [start, end) of a sequence with the images `media`, int64 [3, end -
     start].
     """
-    rows = np.repeat(np.arange(start, end)[None], 3, axis=0)
+    rows = _three_rows(np.arange(start, end))
+    _place(rows, media, start)
+    return rows
+
+
+def _three_rows(indexes: NDArray[np.int64]) -> NDArray[np.int64]:
+    rows = np.empty((3, len(indexes)), dtype=np.int64)
+    rows[:] = indexes
+    return rows
+
+
+def _place(rows: NDArray[np.int64], media: Sequence[MediaSpan], start: int) -> None:
+    """Replace the indexes of tokens in `rows` [3, count], of which the first is `start`, by their M-RoPE positions."""
+    end = start + rows.shape[1]
     shift = position_shift(media, start)
     at = 0
     for span in within(media, start, end):
         if span.grid is None:
             continue
         # The range may begin or end within an image.
-        begin, stop = max(span.start, start), min(span.end, end)
-        rows[:, at : begin - start] += shift
-        inside = _places(span.grid, span.length)[:, begin - span.start : stop - span.start]
+        begin, stop = max(span.start, start) - start, min(span.end, end) - start
+        rows[:, at:begin] += shift
+        shown = begin + start - span.start
         # Frame, row and column count from the image's first position, which is that of text at its place.
-        rows[:, begin - start : stop - start] = inside + (span.start + shift)
-        at, shift = stop - start, position_shift(media, stop)
+        np.add(
+            _places(span.grid, span.length)[:, shown : shown + stop - begin],
+            span.start + shift,
+            out=rows[:, begin:stop],
+        )
+        at = stop
+        # As `position_shift` has it; if the range ends within the image, no text follows.
+        shift += max(span.grid.rows, span.grid.columns) - span.length
     rows[:, at:] += shift
-    return rows
 
 
 # Images of one size have one grid. An entry takes 24 bytes for each token.

@@ -32,7 +32,7 @@ def check_spans(media: Sequence[MediaSpan], token_ids: Sequence[int], family: Im
         ends = {tokens[0], tokens[-1]} if tokens else set()
         # Rows of some families end with other tokens, but the first and the last are the image's.
         count = num_embeddings(text.parts)
-        is_image = ends == {text.token_id} and list(tokens).count(text.token_id) == count
+        is_image = ends == {text.token_id} and tokens.count(text.token_id) == count
         if isinstance(picture, EncodedImage) and len(picture.features) != count:
             raise RequestError("internal", f"an image has {len(picture.features)} embeddings instead of {count}")
         if span.start < at or not is_image or span.grid != text.grids[0]:

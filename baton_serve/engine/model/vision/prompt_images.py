@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import MediaSpan, end_of
+from baton_serve.contracts.media import MediaSpan, end_of, within
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk
 from baton_serve.engine.core.sequence import Request
@@ -65,7 +65,10 @@ class VisionPromptImages:
 
         Raises `RequestError` otherwise.
         """
-        check_spans(work.media, work.token_ids[: work.num_prompt_tokens], self._tower.family, pixels)
+        tokens = work.token_ids
+        # A replayed request has tokens of its answer behind the prompt.
+        prompt = tokens if len(tokens) == work.num_prompt_tokens else tokens[: work.num_prompt_tokens]
+        check_spans(work.media, prompt, self._tower.family, pixels)
         for span in work.media:
             if self.are_whole and span.length > self._max_image_tokens:
                 raise RequestError(
@@ -79,8 +82,7 @@ class VisionPromptImages:
         the images by digest.
         """
         request.has_images = True
-        tokens = request.work.token_ids
-        self._images[request] = _Images(pixels, [_places(tokens, span) for span in request.work.media])
+        self._images[request] = _Images(pixels)
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return the image embeddings that the tokens of a step need, with the rows of these tokens. Images that are
@@ -100,23 +102,25 @@ class VisionPromptImages:
         step.
         """
         start, end = chunk.start, chunk.start + chunk.length
-        media = chunk.sequence.request.work.media
+        work = chunk.sequence.request.work
         found: list[ImageRows] = []
-        for span, places in zip(media, images.places, strict=True):
+        for span in within(work.media, start, end):
             # A chunk may begin or end inside an image.
             low, high = max(start - span.start, 0), min(end - span.start, span.length)
-            if low >= high:
-                continue
             shift = first + span.start - start
+            features = self._known(images, work.tenant, span.digest)
+            # As many embeddings as the span has tokens: all of them are image tokens, which need not be counted.
+            is_full = features is not None and len(features) == span.length
+            places = None if is_full else images.places_of(work, span)
             if places is None:
-                features = self._features(images, chunk.sequence.request.work.tenant, span.digest)
+                features = self._features(images, work.tenant, span.digest)
                 found.append(ImageRows(low + shift, features[low:high]))
                 continue
             begin, stop = np.searchsorted(places, [low, high])
             if begin < stop:
-                features = self._features(images, chunk.sequence.request.work.tenant, span.digest)
+                features = self._features(images, work.tenant, span.digest)
                 found.append(_image_rows(places[begin:stop] + shift, features[begin:stop]))
-        if end >= end_of(media):
+        if end >= end_of(work.media):
             # launched steps read the memory before anything that is launched later can reuse it
             images.features.clear()
         return found
@@ -125,33 +129,41 @@ class VisionPromptImages:
         """Return the embeddings [tokens, hidden] of an image: of this prompt, kept from an earlier request of the same
         tenant (`root`), or encoded now.
         """
-        known = images.features.get(digest)
+        known = self._known(images, root, digest)
         if known is None:
-            known = self._kept.find((root, digest))
-            if known is None:
-                picture = images.pixels[digest]
-                known = (
-                    self._tower.sent(picture.features)
-                    if isinstance(picture, EncodedImage)
-                    else self._tower.encode(picture)
-                )
+            picture = images.pixels[digest]
+            known = (
+                self._tower.sent(picture.features) if isinstance(picture, EncodedImage) else self._tower.encode(picture)
+            )
+        if digest not in images.features:
             # Keeping it again makes it the most recently used one.
             self._kept.keep((root, digest), known)
             images.features[digest] = known
         return known
+
+    def _known(self, images: "_Images", root: BlockHash, digest: bytes) -> Tensor | None:
+        """Return the embeddings of an image that is encoded already, or None."""
+        known = images.features.get(digest)
+        return self._kept.find((root, digest)) if known is None else known
 
 
 @dataclass(slots=True)
 class _Images:
     """The images of one request. `features` are embeddings on the device, by digest, until the prompt's last image has
     been computed.
-
-    `places` are the offsets of the image tokens in each image's span, int64; None: all of its tokens are.
     """
 
     pixels: Pixels
-    places: list[NDArray[np.int64] | None]
     features: dict[bytes, Tensor] = field(default_factory=dict)
+    _places: dict[int, NDArray[np.int64] | None] = field(default_factory=dict)
+    """What `places_of` has returned, by the first token of a span."""
+
+    def places_of(self, work: Work, span: MediaSpan) -> NDArray[np.int64] | None:
+        """Return the offsets, int64, of the image tokens in the span of an image; None if all of its tokens are."""
+        # Counted when a step needs them: of a prompt in the prefix cache no token of an image may be computed.
+        if span.start not in self._places:
+            self._places[span.start] = _places(work.token_ids, span)
+        return self._places[span.start]
 
 
 def _places(tokens: Sequence[int], span: MediaSpan) -> NDArray[np.int64] | None:
