@@ -156,7 +156,7 @@ class _Images:
     pixels: Pixels
     features: dict[bytes, Tensor] = field(default_factory=dict)
     _places: dict[int, NDArray[np.int64] | None] = field(default_factory=dict)
-    """What `places_of` has returned, by the first token of a span."""
+    """The results of `places_of`, by the first token of a span."""
 
     def places_of(self, work: Work, span: MediaSpan) -> NDArray[np.int64] | None:
         """Return the offsets, int64, of the image tokens in the span of an image; None if all of its tokens are."""
