@@ -12,7 +12,7 @@ from baton_serve.engine.kernels.quantized import dequantize
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.activation_digits import GROUP, norm_split, silu_split, split, values_of
-from baton_serve.engine.kernels.triton.quant.digits import DigitTiles, digit_product, has_nibbles, takes_digits
+from baton_serve.engine.kernels.triton.quant.digit_products import DigitTiles, digit_product, has_nibbles, takes_digits
 from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 

@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.metadata import Activations, Weight
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import Digits
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
-from baton_serve.engine.kernels.triton.quant.digits import digit_product
+from baton_serve.engine.kernels.triton.quant.digit_products import digit_product
 from baton_serve.engine.kernels.triton.tiles import row_tiles
 
 

@@ -24,7 +24,7 @@ from baton_serve.engine.kernels.triton.experts_codes import mix
 from baton_serve.engine.kernels.triton.gemv import gated_row, is_row, linear, pack
 from baton_serve.engine.kernels.triton.kv_store import coded, largest_of, scale_of
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
-from baton_serve.engine.kernels.triton.quant.digits import has_nibbles, takes_digits
+from baton_serve.engine.kernels.triton.quant.digit_products import has_nibbles, takes_digits
 from baton_serve.engine.kernels.triton.quant.gemv import row_product
 from baton_serve.engine.kernels.triton.tiles import padded
 

@@ -9,7 +9,7 @@ from baton_serve.engine.kernels.metadata import Activations
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import Digits, split
 from baton_serve.engine.kernels.triton.quant.dense import dense
-from baton_serve.engine.kernels.triton.quant.digits import (
+from baton_serve.engine.kernels.triton.quant.digit_products import (
     digit_parts,
     digit_product,
     digit_tiles,
