@@ -261,6 +261,20 @@ def test_the_kernels_of_this_cpu_are_right_for_all_kinds_of_models() -> None:
     assert not wrong(prove_kernels(kernel_candidates(CPU, torch.bfloat16), LATENT, CPU, folder=None))
 
 
+def test_the_call_for_all_layers_is_not_proved_for_slopes_that_it_does_not_read() -> None:
+    """Models with ALiBi have no fused layers, and more KV heads than the small decoders of the proof."""
+    shapes = replace(
+        SHAPES,
+        dtype=torch.bfloat16,
+        cache_dtype=torch.bfloat16,
+        num_kv_heads=4,
+        specs=(AttentionSpec(0.25, alibi=torch.tensor([0.25, 0.0625, 0.015625, 0.00390625])),),
+    )
+    kernels = prove_kernels(kernel_candidates(CPU, torch.bfloat16), shapes, CPU, folder=None)
+    assert not kernels.has_decoder and not wrong(kernels)
+    assert "decoder" not in {verdict.operation for verdict in kernels.verdicts}
+
+
 @pytest.mark.parametrize("kind", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_the_call_for_all_layers_is_right_for_caches_of_codes(kind: torch.dtype, head_dim: int) -> None:

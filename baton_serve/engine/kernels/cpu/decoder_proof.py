@@ -318,8 +318,11 @@ class TwinDecoder:
 
 def decoder_operations(shapes: ProofShapes) -> list[Operation[DecoderKernel]]:
     """Return the comparisons for the C++ decoder: with unquantized weights for all kinds of decoders, and with Llama's
-    kind for each of the model's weight formats that can be packed.
+    kind for each of the model's weight formats that can be packed. Return [] for a model with ALiBi, which it does not
+    compute.
     """
+    if any(spec.alibi is not None for spec in shapes.specs):
+        return []
     host = torch.device("cpu")
     # Few heads: the call is the same for more, and packing them would take most of the time.
     draw = Draw(host, shapes.dtype)
