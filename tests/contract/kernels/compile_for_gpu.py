@@ -27,6 +27,7 @@ from baton_serve.engine.kernels.triton import (
     state_space,
 )
 from baton_serve.engine.kernels.triton.codes import CODE_KINDS
+from baton_serve.engine.kernels.triton.tiles import padded_head
 
 HALF, WIDE, INT, LONG = "*bf16", "*fp32", "*i32", "*i64"
 TARGET = GPUTarget("cuda", 90, 32)
@@ -70,6 +71,7 @@ WIDE_HEADS = {
     "seqs": 16,
     "precision": "tf32",
 }
+SMALL_HEADS = {**WIDE_HEADS, "head_dim": 8, "dims": padded_head(8)}
 LATENT = {
     "head_dim": 80,
     "value_dim": 64,
@@ -180,21 +182,24 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     *(
         (
             decode._decode_kernel,
-            {**WIDE_HEADS, "rows": 16, "kind": kind, "min_split": 64, "max_splits": 4, "split_limit": 4, "align": 64},
+            {**heads, "rows": 16, "kind": kind, "min_split": 64, "max_splits": 4, "split_limit": 4, "align": 64},
         )
-        for kind in (-1, CODE_KINDS[torch.int8])
+        for heads, kind in ((WIDE_HEADS, -1), (WIDE_HEADS, CODE_KINDS[torch.int8]), (SMALL_HEADS, -1))
     ),
-    (
-        prefill._prefill_kernel,
-        {
-            **WIDE_HEADS,
-            "rows": 32,
-            "scaled": False,
-            "skip_singles": True,
-            "sees_later": False,
-            "described": False,
-            "paired": False,
-        },
+    *(
+        (
+            prefill._prefill_kernel,
+            {
+                **heads,
+                "rows": 32,
+                "scaled": False,
+                "skip_singles": True,
+                "sees_later": False,
+                "described": False,
+                "paired": False,
+            },
+        )
+        for heads in (WIDE_HEADS, SMALL_HEADS)
     ),
     (latent._decode_kernel, {**LATENT, "rows": 16, "min_split": 64, "split_limit": 4, "align": 64}),
     (latent._prefill_kernel, {**LATENT, "head_rows": 4, "tokens": 4, "skip_singles": True}),

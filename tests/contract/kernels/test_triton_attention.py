@@ -98,8 +98,8 @@ def test_prefill_of_a_long_plain_span_takes_tiles_in_pairs() -> None:
     torch.testing.assert_close(prefilled(batch, PLAIN, paired), twin(batch, PLAIN))
 
 
-@pytest.mark.parametrize("head_dim", [20, 40])
-def test_head_sizes_that_are_no_power_of_two_are_padded(head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [8, 20, 40])
+def test_head_sizes_that_are_small_or_no_power_of_two_are_padded(head_dim: int) -> None:
     batch = random_batch([2, 1], [18, 40], head_dim=head_dim, heads=4, kv_heads=2)
     tiles = replace(PREFILLING, descriptors=True)
     output = prefilled(batch, PLAIN, tiles, skip_singles=True)

@@ -27,7 +27,7 @@ from baton_serve.engine.kernels.triton.softmax import (
     load_rows,
     tile_rows,
 )
-from baton_serve.engine.kernels.triton.tiles import DecodeTiles, narrowest_columns, padded
+from baton_serve.engine.kernels.triton.tiles import DecodeTiles, narrowest_columns, padded, padded_head
 
 COMBINED_DIMS = 256
 """Most elements of a head that one program combines, so that the splits of wide heads fit into registers."""
@@ -78,7 +78,7 @@ def decode(
         kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
-        dims=max(32, padded(head_dim)) if scaled else padded(head_dim),
+        dims=max(32, padded(head_dim)) if scaled else padded_head(head_dim),
         rows=max(narrowest_columns(query.device) if scaled else 16, padded(group)),
         tile=tile,
         block_tokens=block_tokens,

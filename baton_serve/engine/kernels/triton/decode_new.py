@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.kv_codes import is_coded
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
 from baton_serve.engine.kernels.triton.decode import attend_split, combine, cut, most_splits, store_split
 from baton_serve.engine.kernels.triton.softmax import capped_scores, factor_of
-from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded
+from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded, padded_head
 
 
 def fits(new: NewHeads, cache: Tensor, meta: AttentionMetadata) -> bool:
@@ -72,7 +72,7 @@ def decode_new(
         kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
-        dims=padded(head_dim),
+        dims=padded_head(head_dim),
         half=cos.shape[-1] // 2,
         rows=max(16, padded(group)),
         few=padded(group),

@@ -27,7 +27,7 @@ from baton_serve.engine.kernels.triton.softmax import (
     load_scales,
     tile_rows,
 )
-from baton_serve.engine.kernels.triton.tiles import PrefillTiles, padded
+from baton_serve.engine.kernels.triton.tiles import PrefillTiles, padded, padded_head
 
 
 def prefill(
@@ -72,7 +72,7 @@ def prefill(
         kv_heads=num_kv_heads,
         group=group,
         head_dim=head_dim,
-        dims=padded(head_dim),
+        dims=padded_head(head_dim),
         rows=rows,
         tile=tiles.tile,
         block_tokens=block_tokens,
@@ -98,7 +98,7 @@ def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
     """
     num_blocks, _, num_kv_heads, _, head_dim = cache.shape
     num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * cache.stride(2) // head_dim
-    return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded(head_dim)])
+    return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded_head(head_dim)])
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change with every batch

@@ -101,6 +101,13 @@ def padded(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def padded_head(head_dim: int) -> int:
+    """Return the size to which the elements of a head are padded: that of `padded`, but at least 16, since products in
+    Triton add up 16 elements or more.
+    """
+    return max(16, padded(head_dim))
+
+
 def device_limits(index: int) -> DeviceLimits:
     """Return the limits of the device number `index`, by Triton's driver, which reports them in the same form for every
     backend.
