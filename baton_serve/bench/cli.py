@@ -55,6 +55,10 @@ BENCHES = {
     "long-prompt": ("serving.long_prompt", "measure running streams beside one long prompt, of a hybrid model on CPU"),
     "attention-cpu": ("micro.attention_cpu", "measure paged attention on this CPU, against memory bandwidth and SDPA"),
     "attention-gpu": ("micro.attention_gpu", "measure paged attention on an accelerator"),
+    "family-kernels": (
+        "micro.family_kernels",
+        "measure kernels of single model families on an accelerator: Kimi-Linear, Gemma 4",
+    ),
 }
 """Module below `baton_serve.bench` and description of each benchmark, by its name on the command line."""
 
