@@ -5,6 +5,7 @@ for it and stopped at the end.
 """
 
 import asyncio
+import codecs
 import contextlib
 import signal
 import sys
@@ -149,7 +150,9 @@ class BatchClient:
         limits = httpx.Limits(max_connections=max_concurrency)
         running: set[asyncio.Task[None]] = set()
         async with httpx.AsyncClient(base_url=self._url, timeout=_TIMEOUT, limits=limits) as http:
-            for line in lines:
+            for number, written in enumerate(lines):
+                # Some editors begin a file with a byte order mark.
+                line = written if number else written.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 # Only as many lines as may run are in memory.

@@ -18,7 +18,8 @@ def line(custom_id: str, url: str, body: dict[str, Any]) -> str:
 def test_each_line_of_a_file_gets_a_result_and_wrong_ones_an_error(tmp_path: Path) -> None:
     question = [{"role": "user", "content": "What is 17 + 25?"}]
     (tmp_path / "in").write_text(
-        line("chat", "/v1/chat/completions", {"messages": question, "temperature": 0})
+        "\ufeff"  # a byte order mark, which some editors write
+        + line("chat", "/v1/chat/completions", {"messages": question, "temperature": 0})
         + line("text", "/v1/completions", {"prompt": "Hello", "max_tokens": 3, "ignore_eos": True})
         + line("path", "/v1/moderations", {"input": "x"})
         + line("model", "/v1/completions", {"prompt": "Hello", "model": "nobody"})

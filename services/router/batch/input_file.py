@@ -3,6 +3,7 @@
 A large file takes seconds to read. Call `read_input` in a thread.
 """
 
+import codecs
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -116,10 +117,12 @@ def _check_size(line: bytes, max_line_bytes: int) -> None:
 
 def _numbered(path: Path, max_line_bytes: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield the number, the byte offset and the content of each line of a file. A line is cut after `max_line_bytes`,
-    to bound memory.
+    to bound memory. A byte order mark at the beginning of the file is skipped.
     """
     with path.open("rb") as file:
-        number, offset = 1, 0
+        mark = codecs.BOM_UTF8
+        number, offset = 1, len(mark) if file.read(len(mark)) == mark else 0
+        file.seek(offset)
         while line := file.readline(max_line_bytes + 1):
             yield number, offset, line
             number, offset = number + 1, offset + len(line)

@@ -1,6 +1,7 @@
 """Files of batches: lines of input, results that survive a crash, the folder and uploads."""
 
 import asyncio
+import codecs
 import json
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -78,6 +79,15 @@ def test_each_line_is_found_again_in_the_file(tmp_path: Path) -> None:
     for one in found.lines:
         assert parse_line(read_line(tmp_path / "in", one), (PATH,)).custom_id == one.custom_id
     assert sorted(one.custom_id for one in found.lines) == ["a", "b", "c"]
+
+
+def test_a_byte_order_mark_before_the_first_line_is_skipped(tmp_path: Path) -> None:
+    long = line("a", prompt="x" * 500)
+    found = read(tmp_path / "in", codecs.BOM_UTF8, long, line("b"), max_line_bytes=len(long))
+    assert found.errors == [] and {one.custom_id for one in found.lines} == {"a", "b"}
+    assert {read_line(tmp_path / "in", one) for one in found.lines} == {long, line("b")}
+    assert [error.code for error in read(tmp_path / "in", codecs.BOM_UTF8).errors] == ["empty_file"]
+    assert [error.line for error in read(tmp_path / "in", line("a"), codecs.BOM_UTF8, line("b")).errors] == [2]
 
 
 def test_errors_name_their_lines(tmp_path: Path) -> None:
