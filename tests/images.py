@@ -13,8 +13,9 @@ from baton_serve.contracts.media import NO_HEADER, MediaSpan, digest_of
 from baton_serve.contracts.vision import ImageFamily, image_family, num_embeddings
 from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.services.router.protocol.image_limits import ImageLimits
-from baton_serve.services.router.text.multimodal.image_files import ImageFile, load
+from baton_serve.services.router.text.multimodal.image_files import load
 from baton_serve.services.router.text.multimodal.image_memory import ImageReservation
+from baton_serve.services.router.text.multimodal.media_cache import ImageFile
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS
 

@@ -199,7 +199,10 @@ class RequestSettings(BatchSettings, frozen=True, kw_only=True):
     mm_processor_cache_gb: Annotated[
         float,
         Meta(
-            description="GiB of files with a uuid that each process keeps, so that later requests need not send them",
+            description=(
+                "GiB of files with a uuid that each process keeps, so that later requests need not send them, and as"
+                " many bytes, up to 64 MiB, of recent images of data: URLs"
+            ),
             ge=0,
         ),
     ] = 0.25

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton_serve.contracts.media import MAX_PROMPT_BYTES
+from baton_serve.contracts.media import MAX_PROMPT_BYTES, NO_HEADER, MediaHeader
 from baton_serve.services.router.protocol.errors import BadRequestError, RateLimitError
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.text.multimodal import image_files
@@ -17,6 +17,8 @@ from baton_serve.services.router.text.multimodal.image_memory import (
     ImageMemory,
     ImageReservation,
 )
+from baton_serve.services.router.text.multimodal.media_cache import ImageFile, RecentImages
+from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from tests.images import data_url, load_images, picture
 
 BUDGET = MAX_PROMPT_BYTES
@@ -165,6 +167,58 @@ def test_images_within_a_body_reserve_no_more_than_their_size() -> None:
             assert memory.budget.num_free == 2 * len(data_url(A)) - len(A)
 
     asyncio.run(scenario())
+
+
+def test_an_image_that_comes_again_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn of a chat sends all images again. A broken image is kept by no process."""
+    decoded: list[str] = []
+    original = image_files._of_data_url
+
+    def counted(part: MediaPart, own: ImageLimits) -> bytes:
+        decoded.append(part.url)
+        return original(part, own)
+
+    monkeypatch.setattr(image_files, "_of_data_url", counted)
+    small, broken = data_url(A), data_url(b"no image")
+    large = data_url(A + bytes(100_000))
+
+    async def loaded(memory: ImageMemory, url: str, *, owner: str = "") -> ImageFile:
+        with ImageReservation(memory, owner) as reservation:
+            (file,) = await load_images([url], limits(), reservation)
+        assert memory.budget.num_free == BUDGET
+        return file
+
+    async def scenario() -> None:
+        memory = ImageMemory(BUDGET, cache_bytes=1 << 20)
+        for url in (small, large):
+            first = await loaded(memory, url)
+            assert await loaded(memory, url) == first
+            assert await loaded(memory, url, owner="other") == first
+        assert decoded == [small, small, large, large], "another owner finds no image"
+        for _ in range(2):
+            with pytest.raises(BadRequestError, match="cannot be decoded"):
+                await loaded(memory, broken)
+        decoded.clear()
+        nothing = ImageMemory(BUDGET)
+        await loaded(nothing, small)
+        await loaded(nothing, small)
+        assert decoded == [small, small]
+
+    asyncio.run(scenario())
+
+
+def test_recent_images_are_bounded_and_known_by_how_they_are_read() -> None:
+    recent, file = RecentImages(100), ImageFile(b"digest", bytes(30), 5, 4)
+    other = MediaHeader({"max_pixels": 3})
+    recent.keep("", "one", NO_HEADER, file)
+    assert (recent.find("", "one", NO_HEADER), recent.find("", "one", other)) == (file, None)
+    recent.keep("", "two", NO_HEADER, file)
+    recent.find("", "one", NO_HEADER)
+    recent.keep("", "three", NO_HEADER, file)
+    assert [recent.find("", url, NO_HEADER) for url in ("one", "two", "three")] == [file, None, file]
+    recent.keep("", "large", NO_HEADER, file._replace(data=bytes(101)))
+    assert recent.find("", "large", NO_HEADER) is None
+    assert recent.find("", "one", NO_HEADER) == file
 
 
 def test_libraries_are_loaded_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,6 @@ from baton_serve.contracts.media import (
     MAX_PROMPT_BYTES,
     ORIENTATION_TAG,
     TURNED_FORMATS,
-    Clip,
     Embedded,
     MediaHeader,
     VideoFile,
@@ -30,6 +29,7 @@ from baton_serve.services.common.lifecycle import cancel_all
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
 from baton_serve.services.router.text.multimodal.client_tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
+from baton_serve.services.router.text.multimodal.media_cache import ImageFile
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 from baton_serve.services.router.text.multimodal.video_probe import probe
 from baton_serve.services.router.text.thread_pools import IMAGES
@@ -57,22 +57,6 @@ class SoundDecoder(Protocol):
     @property
     def max_file_bytes(self) -> int: ...
     async def decode(self, file: bytes) -> Cut: ...
-
-
-class ImageFile(NamedTuple):
-    """A file that was checked, with its header. `width` and `height` are in pixels, of an image after the EXIF
-    orientation is applied. `clip` says which frames of a video are seen.
-    """
-
-    digest: bytes
-    data: bytes
-    width: int
-    height: int
-    clip: Clip | None = None
-    num_samples: int = 0
-    """Samples of an audio at the model's rate; 0 for images and videos."""
-    embedded: Embedded | None = None
-    """Describes embeddings that a client has computed; None for all other files."""
 
 
 async def load(
@@ -130,8 +114,11 @@ class _Loading(NamedTuple):
         async with self.slots:
             if part.is_embedded:
                 return await self._embedded(part)
+            is_data_url = _scheme(part.url) == "data"
+            if is_data_url and part.kind == "image" and part.uuid is None:
+                return await self._image_of_data_url(part)
             is_fetched = _scheme(part.url) in ("http", "https")
-            is_small = _scheme(part.url) == "data" and len(part.url) <= _INLINE_CHARS
+            is_small = is_data_url and len(part.url) <= _INLINE_CHARS
             if not part.url:
                 data = self._kept(part)
             elif is_fetched:
@@ -144,6 +131,18 @@ class _Loading(NamedTuple):
                 self.reservation.count(len(file.data))
             self.reservation.memory.cache.keep(self.reservation.owner, part, data)
             return file
+
+    async def _image_of_data_url(self, part: MediaPart) -> ImageFile:
+        """Return the image of a `data:` URL: a kept one, or else decode it from base64 and check it."""
+        recent, owner, header = self.reservation.memory.recent, self.reservation.owner, self.describe(None)
+        image = recent.find(owner, part.url, header)
+        if image is None:
+            is_small = len(part.url) <= _INLINE_CHARS
+            data = self._read(part) if is_small else await IMAGES.run(self._read, part)
+            image = await self._checked(part, data, is_small=is_small)
+            recent.keep(owner, part.url, header, image)
+        self.reservation.count(len(image.data))
+        return image
 
     async def _embedded(self, part: MediaPart) -> ImageFile:
         """Return embeddings as the file that an instance takes."""

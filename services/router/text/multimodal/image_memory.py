@@ -11,7 +11,7 @@ from baton_serve.contracts.media import MAX_PROMPT_BYTES
 from baton_serve.services.router.protocol.byte_budget import ByteBudget
 from baton_serve.services.router.protocol.errors import RateLimitError
 from baton_serve.services.router.protocol.image_limits import media_error
-from baton_serve.services.router.text.multimodal.media_cache import MediaCache
+from baton_serve.services.router.text.multimodal.media_cache import MAX_RECENT_BYTES, MediaCache, RecentImages
 
 MAX_FETCHES = 64
 """Largest number of images that one process fetches from the web at a time."""
@@ -38,10 +38,12 @@ class ImageMemory:
         has_several_owners: Callable[[], bool] = lambda: False,
     ) -> None:
         """Create the limits. `max_bytes` is the value of `--max-image-memory-bytes`, and `cache_bytes` the size of the
-        files that are kept by their uuid; a request waits for memory or a connection at most `wait_s` seconds.
+        files that are kept by their uuid, beside which up to `MAX_RECENT_BYTES` of recent images are kept, but not more
+        than `cache_bytes`; a request waits for memory or a connection at most `wait_s` seconds.
         `has_several_owners` returns whether there are API keys of several owners, which then share these limits.
         """
         self.cache = MediaCache(cache_bytes)
+        self.recent = RecentImages(min(MAX_RECENT_BYTES, cache_bytes))
         self.budget = ByteBudget(
             max_bytes,
             wait_s=wait_s,

@@ -22,8 +22,9 @@ from baton_serve.contracts.vision import (
 )
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error
-from baton_serve.services.router.text.multimodal.image_files import ImageFile, SoundDecoder, load
+from baton_serve.services.router.text.multimodal.image_files import SoundDecoder, load
 from baton_serve.services.router.text.multimodal.image_memory import ImageMemory, ImageReservation
+from baton_serve.services.router.text.multimodal.media_cache import ImageFile
 from baton_serve.services.router.text.multimodal.media_parts import MediaPart
 
 
