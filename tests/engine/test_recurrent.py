@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kernels import AttentionMetadata, MixerKernels, attention_backend, layer_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
-from baton_serve.engine.kernels.mixers import NO_MIXERS
+from baton_serve.engine.kernels.mixers import CHECKPOINT_STEP_TOKENS, NO_MIXERS, InnerCheckpoints
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference import mixers as reference_mixers
 from baton_serve.engine.kv.kv_cache import KVCache
@@ -39,7 +39,7 @@ from tests.tiny_models import load_reference, write_tiny_model
 
 BLOCK_TOKENS = 16
 BLOCKS_PER_SLOT = 10
-NUM_SLOTS = 7
+NUM_SLOTS = SPARE_ROW = 7
 CPU = torch.device("cpu")
 STATE_SPACES = ("bamba", "falcon_h1", "granitemoehybrid", "jamba", "nemotron_h", "zamba2")
 """The families with Mamba-1 or Mamba-2 whose names do not say it."""
@@ -79,12 +79,15 @@ class PackedModel:
         backend = attention_backend(CPU, model.dtype)
         own: MixerKernels = CpuMixers(kernels.library) if isinstance(kernels, CpuLayers) else reference_mixers
         self.forward = choose_forward(model, backend, kernels, SingleRank(), mixers=mixers or own)
-        self.states = StateMemory(model.states, NUM_SLOTS, self._cache.device_tensor, CPU)
+        self.states = StateMemory(model.states, NUM_SLOTS + 1, self._cache.device_tensor, CPU)
+        # Of the kernels in use, those of accelerators store states between their chunks.
+        self._step_tokens = 1 if mixers is None else CHECKPOINT_STEP_TOKENS
         self.stored: list[int] = []
         """The layers with KV, in the order in which steps have stored their KV."""
 
     def step(self, chunks: Sequence[tuple[PackedSequence, int]]) -> Tensor:
-        """Compute the next tokens of each sequence, and return the logits after each chunk."""
+        """Compute the next tokens of each sequence, and return the logits after each chunk. The states in the middle of
+        the longest one go to `SPARE_ROW`."""
         tables = torch.tensor([[s.slot * BLOCKS_PER_SLOT + i for i in range(BLOCKS_PER_SLOT)] for s, _ in chunks])
         lengths = [length for _, length in chunks]
         positions = torch.cat([torch.arange(s.computed, s.computed + length) for s, length in chunks])
@@ -101,13 +104,20 @@ class PackedModel:
         )
         tokens = [token for s, length in chunks for token in s.tokens[s.computed : s.computed + length]]
         slots = torch.tensor([s.slot for s, _ in chunks])
+        states = StepStates(slots, lengths, self.states.views)
+        if max(lengths) > 1:
+            longest = lengths.index(max(lengths))
+            middle = -(-lengths[longest] // 2 // self._step_tokens) * self._step_tokens
+            inner = [middle * (number == longest and middle < length) for number, length in enumerate(lengths)]
+            rows = torch.tensor([SPARE_ROW if count else -1 for count in inner])
+            states = replace(states, checkpoints=InnerCheckpoints(rows, torch.tensor(inner).int()), inner_lengths=inner)
         inputs = StepInputs(
             torch.tensor(tokens),
             positions,
             starts[1:] - 1,
             meta,
             after_layer=self.stored.append,
-            states=StepStates(slots, lengths, self.states.views),
+            states=states,
         )
         for s, length in chunks:
             s.computed += length

@@ -6,13 +6,15 @@ after the last token of a full block. It lies in blocks of the KV cache, whose h
 the block pool, the host tier and transports they are blocks like any other.
 
 Checkpoints are taken at the end of each prompt (after its last full block), where prompts part that share KV, here or
-on another instance (`Work.branches`), and every `interval_tokens`. Models without recurrent states have none, and every
-method returns at once.
+on another instance (`Work.branches`), and every `interval_tokens`. A step leaves the states after its last token of a
+sequence in the batch slot. It can also store them after an earlier token, in a *spare row*, from which they are saved
+before the next step: an *inner checkpoint*. A chunk has one at most, and ends at a checkpoint that cannot be an inner
+one. Models without recurrent states have no checkpoints, and every method returns at once.
 """
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from baton_serve.contracts.block_hash import checkpoint_hashes
 from baton_serve.contracts.identity import BlockHash
@@ -21,14 +23,40 @@ from baton_serve.engine.core.outputs import NamedBlock
 from baton_serve.engine.core.sequence import Sequence
 
 MIN_PROMPT_BLOCKS = 2
-"""Fewest blocks of a prompt that gets a checkpoint at its end. It costs a step of its own, which does not pay for a
+"""Fewest blocks of a prompt that gets a checkpoint at its end. It may cost a step of its own, which does not pay for a
 shorter one."""
+MIN_ROUNDED_STEPS = 8
+"""A chunk of fewer multiples of `InnerRules.step_tokens` is not made shorter for the alignment of the next one."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerRules:
+    """Which inner checkpoints a step can store."""
+
+    step_tokens: int
+    """After a multiple of so many tokens of a chunk; 0: none."""
+    first_row: int
+    """Number of the first spare row, behind those of all batch slots."""
+    num_rows: int
+    """Number of spare rows, and so the most inner checkpoints of a step."""
+
+
+NO_INNER = InnerRules(0, 0, 0)
+
+
+class ChunkPlan(NamedTuple):
+    """The length of a sequence's next chunk, after how many of its tokens an inner checkpoint is stored (0: none), and
+    in which row."""
+
+    length: int
+    inner: int = 0
+    inner_row: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class StateCopy:
-    """A planned operation on the recurrent states of the sequence in batch slot `slot`: set them to zero, save them to
-    `blocks`, restore them from `blocks`, or copy them from slot `source`."""
+    """A planned operation on the recurrent states in row `slot`, that of a batch slot or a spare one: set them to zero,
+    save them to `blocks`, restore them from `blocks`, or copy them from row `source`."""
 
     kind: Literal["clear", "save", "restore", "copy"]
     slot: int
@@ -41,7 +69,14 @@ class StateCheckpoints:
     of a sequence's recurrent states after the last token of a block, in blocks of its own. Only the engine's thread may
     call it."""
 
-    def __init__(self, pool: BlockPool, block_tokens: int, num_blocks: int, interval_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_tokens: int,
+        num_blocks: int,
+        interval_tokens: int,
+        inner: InnerRules = NO_INNER,
+    ) -> None:
         """`num_blocks` is the number of blocks that one checkpoint fills, 0 for models without recurrent states. Each
         sequence gets a checkpoint every `interval_tokens` tokens, a multiple of `block_tokens`."""
         assert interval_tokens % block_tokens == 0, "checkpoints lie at the ends of full blocks"
@@ -49,6 +84,7 @@ class StateCheckpoints:
         self._block_tokens = block_tokens
         self._num_blocks = num_blocks
         self._interval = interval_tokens
+        self._inner = inner
         self._planned: list[StateCopy] = []
 
     @property
@@ -79,25 +115,39 @@ class StateCheckpoints:
                 return count
         return 0
 
-    def cut(self, sequence: Sequence, length: int) -> int:
-        """Return the length of the sequence's next chunk: `length`, or less if the sequence gets a checkpoint before
-        that many tokens, so that the chunk ends there."""
+    def cut(self, sequence: Sequence, length: int, num_inner: int) -> ChunkPlan:
+        """Return the sequence's next chunk of at most `length` tokens. It ends where the sequence gets a checkpoint,
+        behind an inner one if the step can store it. `num_inner` inner checkpoints are in the step already."""
         if not self._can_keep:
-            return length
-        start = sequence.num_computed_tokens
-        stops = [(start // self._interval + 1) * self._interval, *self._stops(sequence)]
-        return min([length, *(stop - start for stop in stops if stop > start)])
+            return ChunkPlan(length)
+        start, rules = sequence.num_computed_tokens, self._inner
+        # The step's budget ends most chunks. The next one should begin where its checkpoint can be an inner one.
+        if 0 < rules.step_tokens * MIN_ROUNDED_STEPS <= length < sequence.num_uncomputed_tokens:
+            length -= (start + length) % rules.step_tokens
+        every = range((start // self._interval + 1) * self._interval, start + length, self._interval)
+        stops = sorted({stop - start for stop in (*every, *self._stops(sequence)) if 0 < stop - start < length})
+        if not stops:
+            return ChunkPlan(length)
+        first = stops[0]
+        if not rules.step_tokens or first % rules.step_tokens or num_inner >= rules.num_rows:
+            return ChunkPlan(first)
+        return ChunkPlan(stops[1] if len(stops) > 1 else length, first, rules.first_row + num_inner)
 
-    def save(self, sequence: Sequence) -> None:
-        """Plan a checkpoint of a running sequence in the prefix cache, if it gets one after its computed tokens.
+    def save(self, sequence: Sequence, inner_at: int = 0, inner_row: int = -1) -> None:
+        """Plan the checkpoints of a running sequence in the prefix cache: one after its computed tokens, if it gets one
+        there, and the inner one that its step has stored after the first `inner_at` tokens (0: none) in `inner_row`.
 
-        No sequence owns the checkpoint's blocks, so it can be evicted at once; it is not taken if few blocks are free.
+        No sequence owns the checkpoints' blocks, so they can be evicted at once; none is taken if few blocks are free.
         """
+        if inner_at:
+            self._save(sequence, inner_at, inner_row)
         at = sequence.num_computed_tokens
+        if self._can_keep and (at % self._interval == 0 or at in self._stops(sequence)):
+            self._save(sequence, at, sequence.slot)
+
+    def _save(self, sequence: Sequence, at: int, row: int) -> None:
         # Blocks whose tokens are not known yet have no hash.
-        if not self._can_keep or sequence.slot < 0 or at % self._block_tokens or at > len(sequence.token_ids):
-            return
-        if at % self._interval and at not in self._stops(sequence):
+        if sequence.slot < 0 or at % self._block_tokens or at > len(sequence.token_ids):
             return
         block_hash = sequence.block_hashes[at // self._block_tokens - 1]
         if len(self.find(block_hash)) or self._pool.num_free - self._num_blocks < self._pool.num_total // 100:
@@ -105,7 +155,7 @@ class StateCheckpoints:
         blocks = self._pool.allocate(self._num_blocks)
         if blocks is None:
             return
-        self._planned.append(StateCopy("save", sequence.slot, tuple(blocks)))
+        self._planned.append(StateCopy("save", row, tuple(blocks)))
         self._pool.register(self.hashes(block_hash), blocks)
         self._pool.release(blocks)
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.engine.core.block_pool import BlockPool
-from baton_serve.engine.core.checkpoints import StateCheckpoints
+from baton_serve.engine.core.checkpoints import InnerRules, StateCheckpoints
 from baton_serve.engine.core.encoder_sources import SourceBlocks
 from baton_serve.engine.core.sequence import Mode, Request, Sequence, SequenceState, SortKey
 from baton_serve.engine.core.window_blocks import WindowBlocks
@@ -74,6 +74,11 @@ class SchedulerConfig:
     """Number of blocks of a checkpoint; 0 for models without recurrent states."""
     checkpoint_tokens: int = 4096
     """Distance between the checkpoints inside a prompt, in tokens; a multiple of `block_tokens`."""
+    checkpoint_step_tokens: int = 0
+    """A step can store the recurrent states of a sequence after a multiple of so many of its tokens; 0: only after the
+    last one."""
+    num_spare_rows: int = 0
+    """Number of sequences of a step for which it can do so: the rows of states beside those of the batch slots."""
     source_tokens: int = 0
     """Positions of a source, to each of which every token attends; 0 for models without cross-attention."""
     layer_groups: tuple[int, ...] = ()
@@ -94,6 +99,11 @@ class SchedulerConfig:
     """The shortest sliding window of the model's layers; 0 without one."""
     has_position_rows: bool = False
     """True for models whose positions have three rows, for which images may shift the positions of text."""
+
+    @property
+    def num_state_rows(self) -> int:
+        """Return the number of rows of recurrent states: one for each batch slot, and the spare ones."""
+        return self.max_num_seqs + self.num_spare_rows
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -182,7 +192,10 @@ class RequestTable:
         self._finished_in_flight: set[Sequence] = set()
         """Finished sequences whose blocks a step in flight still writes to; `reclaim` frees them."""
         self._is_sorted = True
-        self.checkpoints = StateCheckpoints(pool, limits.block_tokens, limits.state_blocks, limits.checkpoint_tokens)
+        inner = InnerRules(limits.checkpoint_step_tokens, limits.max_num_seqs, limits.num_spare_rows)
+        self.checkpoints = StateCheckpoints(
+            pool, limits.block_tokens, limits.state_blocks, limits.checkpoint_tokens, inner
+        )
         self.sources = SourceBlocks(pool, limits.source_blocks)
         self.windows = WindowBlocks(
             pool, limits.block_tokens, limits.num_window_groups, limits.window_tokens, limits.kept_window_blocks

@@ -41,6 +41,10 @@ class ScheduledChunk(Struct, frozen=True, gc=False):
     length: int
     is_last: bool
     """Whether the chunk reaches the end of the sequence, so that a token is sampled after it."""
+    inner: int = 0
+    """After how many of its tokens the step also stores the recurrent states, in row `inner_row`; 0: not at all, and
+    the row has no meaning."""
+    inner_row: int = -1
 
 
 class SampleRow(Struct, frozen=True, gc=False):
@@ -240,7 +244,7 @@ class Scheduler:
             sequence.num_steps_in_flight += 1
             if sequence.num_computed_tokens // block_tokens > sequence.num_registered_blocks:
                 self._register_full_blocks(sequence)
-            self._table.checkpoints.save(sequence)
+            self._table.checkpoints.save(sequence, chunk.start + chunk.inner if chunk.inner else 0, chunk.inner_row)
             self._table.sources.finish_encoding(sequence)
             if sequence.request.mode == "prefill":
                 self._publish(sequence, result)
@@ -335,7 +339,7 @@ class Scheduler:
         start, length = sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget)
         if sequence.request.wants_prompt_logprobs:
             length = min(length, PROMPT_LOGPROBS_CHUNK)
-        length = self._table.checkpoints.cut(sequence, length)
+        length, inner, row = self._table.checkpoints.cut(sequence, length, sum([chunk.inner > 0 for chunk in chunks]))
         length = _around_whole_parts(sequence, length, chunks, self._table.limits)
         if length and (room := self._table.windows.grow(sequence, start + length) - start) < length:
             # Too few free blocks for layers with a window: a shorter chunk, if it need not hold a whole image.
@@ -349,7 +353,8 @@ class Scheduler:
             return budget
         is_last = length == sequence.num_uncomputed_tokens
         self._table.num_scheduled_prompt_tokens += length
-        chunks.append(ScheduledChunk(sequence, start, length, is_last))
+        # The chunk may have become too short for its inner checkpoint.
+        chunks.append(ScheduledChunk(sequence, start, length, is_last, inner if inner < length else 0, row))
         return budget if is_alone else length
 
     def _allocate_next_block(self, sequence: Sequence) -> bool:

@@ -17,6 +17,7 @@ from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.errors import ConfigError
 from baton_serve.engine.execution.kernel_shapes import choose_kernels
 from baton_serve.engine.kernels.bidirectional import BidirectionalPrompts
+from baton_serve.engine.kernels.mixers import CHECKPOINT_STEP_TOKENS
 from baton_serve.engine.kv import capacity
 from baton_serve.engine.kv.cache_groups import divide_layers
 from baton_serve.engine.kv.kv_cache import BlockPart
@@ -65,7 +66,7 @@ class EngineSetup:
         self.block_share = _block_share(model)
         """The size of this rank's part of a block, as a fraction. Ranks may hold the same KV heads."""
         _check_chunks(model, self.layout)
-        max_num_seqs = capacity.limit_sequences(config, self.layout, device)
+        max_num_seqs, num_spare_rows = capacity.limit_sequences(config, self.layout, device)
         batched = _step_tokens(config, model, max_num_seqs, defaults.max_num_batched_tokens)
         self.sources = load_audio(config, model, self.layout.block_tokens, device)
         """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
@@ -85,6 +86,9 @@ class EngineSetup:
             max_loras=config.max_loras,
             state_blocks=self.layout.state_blocks,
             checkpoint_tokens=-(-CHECKPOINT_TOKENS // self.layout.block_tokens) * self.layout.block_tokens,
+            # Plain torch and C++ store states after any token.
+            checkpoint_step_tokens=1 if devices.is_host(device) else CHECKPOINT_STEP_TOKENS,
+            num_spare_rows=num_spare_rows,
             source_tokens=model.source_tokens,
             mixes_prompts=self.kernels.mixes_prompts,
             keeps_images_whole=self.images is not None and self.images.are_whole,

@@ -20,6 +20,7 @@ from baton_serve.engine.execution.decode_graphs import CaptureGraph, DecodeArray
 from baton_serve.engine.execution.graph_proof import ProofBlocks, prove_graphs, random_blocks
 from baton_serve.engine.execution.prompt_graphs import PromptGraphs, token_buckets
 from baton_serve.engine.kernels import SlotRows
+from baton_serve.engine.kernels.mixers import InnerCheckpoints
 from baton_serve.engine.kernels.operations import Argmax
 from baton_serve.engine.kv.cache_groups import layers_of_groups
 from baton_serve.engine.kv.kv_cache import KVCache
@@ -259,7 +260,11 @@ class LocalExecutor:
         if not self._states:
             return None
         slots = devices.send(torch.from_numpy(arrays.batch_slots), self._device)
-        return StepStates(slots, np.diff(arrays.query_starts).tolist(), self._states)
+        step = StepStates(slots, np.diff(arrays.query_starts).tolist(), self._states)
+        if arrays.inner is None:
+            return step
+        rows, tokens = devices.send(torch.from_numpy(arrays.inner), self._device)
+        return replace(step, checkpoints=InnerCheckpoints(rows, tokens.int()), inner_lengths=arrays.inner[1].tolist())
 
     def close(self) -> None:
         self._graphs.release()

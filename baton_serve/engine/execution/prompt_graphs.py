@@ -31,6 +31,7 @@ from baton_serve.engine.core.step_time_model import GRAPH_SIZES_TOKENS
 from baton_serve.engine.execution.decode_graphs import CaptureGraph, Graph
 from baton_serve.engine.execution.graph_proof import GraphCase, ProofBlocks, ProofStates
 from baton_serve.engine.kernels import AttentionMetadata
+from baton_serve.engine.kernels.mixers import InnerCheckpoints
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.batch_inputs import (
     ImageRows,
@@ -46,9 +47,9 @@ from baton_serve.engine.model.pipeline_stage import CapturedStage
 
 MAX_GRAPH_TOKENS = GRAPH_SIZES_TOKENS[-1]
 """Largest step that is captured, in tokens. For larger ones the device takes longer than the host's launches."""
-TOKENS, LAST_OF, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS, STATES, POSITIONS = range(8)
-"""Rows of the input array. STARTS and CONTEXTS are int32. STATES are batch slots of sequences, negative for padding.
-Models with M-RoPE have three rows of positions."""
+TOKENS, LAST_OF, SLOTS, STARTS, CONTEXTS, LOGIT_ROWS, STATES, INNER_ROWS, INNER_TOKENS, POSITIONS = range(10)
+"""Rows of the input array. STARTS, CONTEXTS and INNER_TOKENS are int32. STATES are batch slots of sequences, negative
+for padding, and the rows after it are their inner checkpoints. Models with M-RoPE have three rows of positions."""
 PENDING, IMAGE = -1, -2
 """Tokens that stand for others: the last token of slot LAST_OF, and an image's embedding."""
 
@@ -266,7 +267,7 @@ class PromptGraphs:
         """Fill the input memory of the graphs with padding only, so that capturing changes no KV."""
         inputs = self._staging[0].inputs
         inputs.zero_()
-        inputs[SLOTS] = inputs[STATES] = -1
+        inputs[SLOTS] = inputs[STATES] = inputs[INNER_ROWS] = -1
         self._inputs.copy_(inputs)
 
     def _compute(self, kind: GraphShape, size: int) -> None:
@@ -292,7 +293,11 @@ class PromptGraphs:
         )
         metas = self._layer_metas(meta, inputs[POSITIONS]) if len(self._tables) > 1 else None
         rows = self._inputs[LOGIT_ROWS, :num_seqs]
-        states = StepStates(self._inputs[STATES, :num_seqs], [], self._states) if self._states else None
+        states: StepStates | None = None
+        if self._states:
+            inner_tokens = self._inputs[INNER_TOKENS].view(torch.int32)[:num_seqs]
+            inner = InnerCheckpoints(self._inputs[INNER_ROWS, :num_seqs], inner_tokens)
+            states = StepStates(self._inputs[STATES, :num_seqs], [], self._states, inner)
         step = StepInputs(tokens, positions, rows, meta, static_images=images, states=states, layer_metas=metas)
         output = self._forward(step, self._layers)
         # The result must lie outside the scratch memory, which the next graph overwrites.
@@ -390,6 +395,9 @@ def _fill(host: NDArray[np.int64], arrays: StepArrays, size: int, num_seqs: int)
     contexts[:own], contexts[own:num_seqs] = arrays.context_lens, 0
     host[STATES, :num_seqs] = -1
     host[STATES, : len(arrays.batch_slots)] = arrays.batch_slots
+    host[INNER_ROWS, :num_seqs] = -1
+    if arrays.inner is not None:
+        host[INNER_ROWS, :own], host[INNER_TOKENS].view(np.int32)[:own] = arrays.inner
     assert arrays.logit_rows is not None
     host[LOGIT_ROWS, : len(arrays.logit_rows)] = arrays.logit_rows
     host[LOGIT_ROWS, len(arrays.logit_rows) : num_seqs] = 0

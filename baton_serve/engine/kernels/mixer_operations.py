@@ -10,6 +10,7 @@ from baton_serve.engine.kernels.metadata import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import (
     ChannelDeltaHeads,
     DeltaHeads,
+    InnerCheckpoints,
     LatentRows,
     LightningHeads,
     MixerKernels,
@@ -36,6 +37,8 @@ MIXER_OPERATIONS = (
 """Names of the operations, in the order of `ComposedMixers`."""
 STEPS = (((1, 1, 1, 1), (4, -1, 0, 3)), ((70, 1, 3, 130), (2, 5, 0, 1)))
 """Lengths and slots of sequences: with one token each, one of them padding, and with prompts."""
+INNER_ROWS, INNER_TOKENS = (4, -1, -1, 3), (64, 0, 0, 128)
+"""The inner checkpoints of the prompts."""
 KINDS = ("one token each", "prompts")
 NUM_SLOTS = 6
 LOG_RATE = -2.0
@@ -143,7 +146,11 @@ def mixer_operations(shapes: ProofShapes, device: torch.device) -> list[Operatio
 def _sequences(step: tuple[tuple[int, ...], tuple[int, ...]], device: torch.device) -> PackedSequences:
     lengths, slots = step
     starts = torch.tensor([0, *lengths], device=device).cumsum(0).int()
-    return PackedSequences(starts, torch.tensor(slots, device=device), max(lengths))
+    inner: InnerCheckpoints | None = None
+    if max(lengths) > 1:
+        tokens = torch.tensor(INNER_TOKENS, dtype=torch.int32, device=device)
+        inner = InnerCheckpoints(torch.tensor(INNER_ROWS, device=device), tokens)
+    return PackedSequences(starts, torch.tensor(slots, device=device), max(lengths), inner)
 
 
 def _space_operations(own: StateSpaceShapes, draw: Draw, tolerance: float) -> list[Operation[MixerKernels]]:

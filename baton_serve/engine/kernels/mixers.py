@@ -13,6 +13,21 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.metadata import Norm, PackedWeight
 
+CHECKPOINT_STEP_TOKENS = 64
+"""After a multiple of so many tokens of a sequence in a step, kernels of accelerators can also store the states: their
+chunks end there."""
+
+
+@dataclass(frozen=True, slots=True)
+class InnerCheckpoints:
+    """Places in which a step stores states of some sequences before their last token, beside those after it."""
+
+    slots: Tensor
+    """int64 [num_seqs]: the row for the states of each sequence; negative: none are stored."""
+    tokens: Tensor
+    """int32 [num_seqs]: after how many of the sequence's tokens in the step, at least 1 and not all. On accelerators a
+    multiple of `CHECKPOINT_STEP_TOKENS`."""
+
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
@@ -26,12 +41,16 @@ class PackedSequences:
     """int64 [num_seqs]: each sequence's row in the states. Negative: padding, which has no state."""
     max_len: int
     """Largest number of tokens of a sequence. If it is 1, each sequence has exactly one token."""
+    checkpoints: InnerCheckpoints | None = None
+    """None: the step stores no states but those after each sequence's last token."""
 
-    def batches(self) -> Iterator[tuple[Tensor | slice, Tensor]]:
+    def batches(self, states: Tensor) -> Iterator[tuple[Tensor | slice, Tensor]]:
         """Iterate over batches of sequences of equal length, each as (tokens of the step, slots of the states): all
         sequences with one token together if no other is longer, or else each sequence by itself. Padding is left out.
 
-        The lengths are read on the host, so graphs cannot capture what calls it.
+        The caller updates `states` [num_slots, ...] before it takes the next batch. A sequence with an inner checkpoint
+        comes as two batches, between which its state is copied. The lengths are read on the host, so graphs cannot
+        capture what calls it.
         """
         if self.max_len == 1:
             rows = (self.slots >= 0).nonzero()[:, 0]
@@ -39,10 +58,18 @@ class PackedSequences:
             if len(rows):
                 yield slice(None) if len(rows) == len(self.slots) else rows, self.slots[rows]
             return
-        starts, slots = self.starts.tolist(), self.slots.tolist()
+        starts, slots, inner = self.starts.tolist(), self.slots.tolist(), self.checkpoints
+        targets = [-1] * len(slots) if inner is None else inner.slots.tolist()
         for number, slot in enumerate(slots):
-            if slot >= 0 and starts[number + 1] > starts[number]:
-                yield slice(starts[number], starts[number + 1]), self.slots[number : number + 1]
+            start, end, own = starts[number], starts[number + 1], self.slots[number : number + 1]
+            if slot < 0 or end == start:
+                continue
+            if inner is not None and targets[number] >= 0:
+                middle = start + int(inner.tokens[number])
+                yield slice(start, middle), own
+                states[targets[number]] = states[slot]
+                start = middle
+            yield slice(start, end), own
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +266,8 @@ NO_MIXERS = MixerShapes()
 class MixerKernels(Protocol):
     """The interface of the kernels for linear attention and state spaces, and for the parts of latent attention (MLA)
     besides attention itself. Modules and objects can implement it.
+
+    Kernels that update the states of sequences also store those of `sequences.checkpoints`.
     """
 
     def convolve(

@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,18 @@ logger = logging.getLogger(__name__)
 
 MAX_STATES_RATIO = 0.5
 """Largest part of the KV cache's memory for the recurrent states of running sequences."""
+SEQUENCES_PER_SPARE_ROW, MAX_SPARE_ROWS = 8, 8
+"""There is a spare row of states for so many sequences, and at most so many of them. Steps begin few prompts each."""
+MIN_ROWS_PER_SPARE_ROW = 16
+"""So many rows contain one spare row, if memory for more is missing: running sequences need it more."""
+
+
+class StateRows(NamedTuple):
+    """How many sequences may run, and how many spare rows of recurrent states their steps have for inner
+    checkpoints."""
+
+    max_num_seqs: int
+    num_spare: int
 
 
 def cache_bytes(config: EngineConfig, device: torch.device, activation_bytes: int) -> int:
@@ -36,12 +49,13 @@ def count_blocks(layout: KVLayout, available_bytes: int, override: int | None) -
     return max(0, available_bytes // layout.block_bytes - 1)
 
 
-def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device) -> int:
+def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device) -> StateRows:
     """Return `config.max_num_seqs`, or fewer if the recurrent states of that number of sequences would need more than
-    half of the KV cache's memory. Call it when the weights are loaded. Raises `CapacityError` if not even one sequence
-    fits."""
+    half of the KV cache's memory, with the number of spare rows. Call it when the weights are loaded. Raises
+    `CapacityError` if not even one sequence fits."""
+    wanted = config.max_num_seqs
     if not layout.state_bytes:
-        return config.max_num_seqs
+        return StateRows(wanted, 0)
     # Weights may take more than their share of a device's memory; then nothing is left.
     available = max(0, cache_bytes(config, device, 0))
     if config.num_gpu_blocks_override is not None:
@@ -53,14 +67,18 @@ def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device
             f"the recurrent states of one sequence need {_gib(row)}, more than half of the {_gib(available)} for the KV"
             " cache: give it more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
         )
-    if fitting < config.max_num_seqs:
+    # Inner checkpoints are saved to the prefix cache.
+    spare = min(MAX_SPARE_ROWS, -(-wanted // SEQUENCES_PER_SPARE_ROW)) if config.enable_prefix_caching else 0
+    spare = min(spare, max(fitting - wanted, fitting // MIN_ROWS_PER_SPARE_ROW))
+    allowed = min(wanted, fitting - spare)
+    if allowed < wanted:
         logger.warning(
             "max_num_seqs is lowered from %d to %d: the recurrent states of one sequence need %s",
-            config.max_num_seqs,
-            fitting,
+            wanted,
+            allowed,
             _gib(row),
         )
-    return min(config.max_num_seqs, fitting)
+    return StateRows(allowed, spare)
 
 
 def check_host(num_bytes: int, *, free_bytes: int, total_bytes: int) -> None:

@@ -1,7 +1,8 @@
 """The memory of recurrent states: what a layer of linear attention or a state space keeps of a sequence.
 
 Unlike KV, a state has a fixed size: the last inputs of a convolution and a matrix that every token changes. Each batch
-slot has one row with the states of all layers, which steps read and write. A *checkpoint* is a copy of a row in blocks
+slot has one row with the states of all layers, which steps read and write. Spare rows behind these receive states that
+a step stores before a sequence's last token. A *checkpoint* is a copy of a row in blocks
 of the KV cache: it has block hashes, so that it is cached, checksummed, evicted and transferred like KV.
 """
 
@@ -115,7 +116,7 @@ def pieces_of(parts: Sequence[StatePart], block_bytes: int, first: int) -> list[
 
 
 StateViews = Mapping[int, Mapping[tuple[StateKind, int], Tensor]]
-"""By layer, then by kind and index: the states of all batch slots, [num_slots, *shape]."""
+"""By layer, then by kind and index: the states in all rows, [num_rows, *shape]."""
 
 
 def row_bytes(parts: Sequence[StatePart]) -> int:

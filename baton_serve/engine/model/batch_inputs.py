@@ -15,7 +15,8 @@ from torch import Tensor
 
 from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.core.scheduler import ScheduledBatch, ScheduledChunk, whole_parts
-from baton_serve.engine.kernels import AttentionMetadata, SlotRows
+from baton_serve.engine.kernels import AttentionMetadata, PackedSequences, SlotRows
+from baton_serve.engine.kernels.mixers import InnerCheckpoints
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model.block_tables import BlockTables
 from baton_serve.engine.model.mrope_positions import step_positions
@@ -65,6 +66,14 @@ class StepStates:
     """How many tokens of the step each sequence has. The tokens of the sequences lie one after another. Empty in
     captured graphs with prompts, whose layers read the lengths on the device."""
     views: StateViews
+    checkpoints: InnerCheckpoints | None = None
+    """Other rows in `views` for states before the last token; None: none."""
+    inner_lengths: Sequence[int] = ()
+    """After how many tokens of each sequence these lie, 0: it has none; empty without them, and in captured graphs."""
+
+    def sequences(self, meta: AttentionMetadata) -> PackedSequences:
+        """Return the step's sequences for kernels. `meta` describes the same step."""
+        return PackedSequences(meta.query_starts, self.slots, meta.max_query_len, self.checkpoints)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +216,9 @@ class StepArrays:
     unwindowed: NDArray[np.bool_] | None = None  # [num_tokens], as in AttentionMetadata
     batch_slots: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     """[num_seqs]: the batch slot of each sequence, for recurrent states."""
+    inner: NDArray[np.int64] | None = None
+    """[2, num_seqs]: the spare row for each sequence's inner checkpoint, -1: it has none, and after how many tokens of
+    the step it lies; None: no sequence has one."""
     source_tables: NDArray[np.int32] | None = None
     """[num_tokens, blocks of a source]; None for models without cross-attention."""
     source_tokens: int = 0
@@ -327,6 +339,7 @@ class InputBuilder:
             seen_ends=_seen_ends(plan, query_starts, indexes, self._limits),
             unwindowed=_unwindowed(plan, query_starts, indexes, self._limits),
             batch_slots=slots_of,
+            inner=_inner(plan),
             source_tables=source_tables(plan, self._limits, lengths),
             source_tokens=self._limits.source_tokens,
             sources=sources,
@@ -349,6 +362,13 @@ class InputBuilder:
             np.ascontiguousarray(blocks * size + indexes % size),
             self._limits.layer_groups,
         )
+
+
+def _inner(plan: ScheduledBatch) -> NDArray[np.int64] | None:
+    """Return the inner checkpoints of a step, as `StepArrays` has them."""
+    if not any(chunk.inner for chunk in plan.chunks):
+        return None
+    return np.array([(c.inner_row if c.inner else -1, c.inner) for c in plan.chunks], dtype=np.int64).T.copy()
 
 
 def _seen_ends(

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from baton_serve.engine.collectives.backends import Collectives, SingleRank
 from baton_serve.engine.errors import ConfigError, UnsupportedModelError
-from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels, MixerKernels, PackedSequences
+from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, LayerKernels, MixerKernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps
@@ -234,8 +234,7 @@ def _mixers(inputs: StepInputs) -> PackedMixers | None:
     """Return the object that runs layers with recurrent states in this step; None for models without them."""
     if inputs.states is None:
         return None
-    meta = inputs.meta
-    return PackedMixers(inputs.states, PackedSequences(meta.query_starts, inputs.states.slots, meta.max_query_len))
+    return PackedMixers(inputs.states, inputs.states.sequences(inputs.meta))
 
 
 def _padded(inputs: StepInputs, config: HfConfig) -> Tensor:

@@ -201,7 +201,7 @@ class CpuForward:
         if states.views is not self._views:
             self._views = views = states.views
             self._states = [(views[number]["conv", 0], views[number]["recurrent", 0]) for number in self._recurrent]
-        return DeltaStates(states.slots, self._states)
+        return DeltaStates(states.slots, self._states, states.checkpoints)
 
 
 def _take(

@@ -22,7 +22,6 @@ from baton_serve.engine.kernels import (
     MixerKernels,
     NewHeads,
     Norm,
-    PackedSequences,
     PackedWeight,
 )
 from baton_serve.engine.model.batch_inputs import StepInputs
@@ -97,8 +96,7 @@ class GatedDelta:
     def __call__(self, product: Tensor, step: MixerStep) -> Tensor:
         kernels, states = self.tools.mixers, step.inputs.states
         assert states is not None
-        meta = step.inputs.meta
-        sequences = PackedSequences(meta.query_starts, states.slots, meta.max_query_len)
+        sequences = states.sequences(step.inputs.meta)
         # The order in which `_gated_delta` has put the rows of the product.
         values = self.num_heads * self.value_size
         sizes = [len(self.weight), values, self.num_heads, self.num_heads]

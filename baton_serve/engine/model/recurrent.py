@@ -118,11 +118,13 @@ class SlotStates:
         self._states[layer_idx, "recurrent", state_idx] = recurrent_states
         return recurrent_states
 
-    def store(self) -> None:
-        """Copy the states that the layer has changed back to the slots of their sequences."""
+    def store(self, checkpoints: Tensor | None) -> None:
+        """Copy the states that the layer has changed back to the slots of their sequences, and to the rows
+        `checkpoints`, int64 [batch], if they are given."""
         for (layer, kind, index), state in self._states.items():
             view = self.views[layer][kind, index]
-            view.index_copy_(0, self.slots, state.to(view.dtype))
+            for rows in (self.slots,) if checkpoints is None else (self.slots, checkpoints):
+                view.index_copy_(0, rows, state.to(view.dtype))
 
     def _load(self, layer: int, kind: StateKind, index: int) -> Tensor:
         key = (layer, kind, index)
@@ -163,6 +165,8 @@ class _Group:
     slots: Tensor
     length: int
     """Tokens of each sequence."""
+    checkpoints: Tensor | None = None
+    """The rows in which the states are stored too; None: nowhere."""
 
 
 class PackedMixers:
@@ -200,12 +204,12 @@ class PackedMixers:
         with their tokens one after another, [1, tokens, ...].
         """
         parts = {name: _rows(value, group.rows, self._num_tokens, group.length) for name, value in arguments.items()}
-        if group.length == 1 and mixer.step is not None:
+        if group.length == 1 and mixer.step is not None and group.checkpoints is None:
             output = mixer.step(**parts, **{mixer.cache_name: InPlaceStates(self._views, group.slots)})
         else:
             cache = SlotStates(self._views, group.slots)
             output = _call(mixer, parts, cache)
-            cache.store()
+            cache.store(group.checkpoints)
         if isinstance(output, tuple):
             return (output[0].flatten(0, 1)[None], *output[1:])
         return output.flatten(0, 1)[None]
@@ -257,7 +261,7 @@ def _check_continues(mixer: Mixer, arguments: Mapping[str, object], parts: Seque
 
 def _groups(states: StepStates) -> list[_Group]:
     """Divide a step's sequences into batches of equal length: one for all sequences with one token, and one for each
-    longer sequence.
+    longer sequence, or two if it has an inner checkpoint.
     """
     starts, total = [], 0
     for length in states.lengths:
@@ -266,11 +270,16 @@ def _groups(states: StepStates) -> list[_Group]:
     single = [number for number, length in enumerate(states.lengths) if length == 1]
     if len(single) == len(states.lengths):
         return [_Group(slice(None), states.slots, 1)]
-    groups = [
-        _Group(slice(start, start + length), states.slots[number : number + 1], length)
-        for number, (start, length) in enumerate(zip(starts, states.lengths, strict=True))
-        if length > 1
-    ]
+    groups = []
+    for number, (start, length) in enumerate(zip(starts, states.lengths, strict=True)):
+        if length > 1:
+            own, middle, end = slice(number, number + 1), start, start + length
+            if states.checkpoints is not None and states.inner_lengths[number]:
+                # A part of its own for each of the states that are stored.
+                middle += states.inner_lengths[number]
+                rows = states.checkpoints.slots[own]
+                groups.append(_Group(slice(start, middle), states.slots[own], middle - start, rows))
+            groups.append(_Group(slice(middle, end), states.slots[own], end - middle))
     if single:
         device = states.slots.device
         rows = torch.tensor([starts[number] for number in single], device=device)

@@ -52,13 +52,15 @@ class JoinGroup(msgspec.Struct, frozen=True, tag=True):
 
 class BuildCache(msgspec.Struct, frozen=True, tag=True):
     """Command to a rank: create a KV cache of `num_blocks` blocks, in place of an earlier one, and the recurrent states
-    of `num_slots` batch slots. Rank 0 then sends the file descriptor of the host memory that all ranks of its host
-    share for KV blocks. The rank answers when the cache exists; one on another host answers with `PartBuilt`.
+    of `num_slots` batch slots, with `num_spare_rows` spare rows. Rank 0 then sends the file descriptor of the host
+    memory that all ranks of its host share for KV blocks. The rank answers when the cache exists; one on another host
+    answers with `PartBuilt`.
     """
 
     num_blocks: int
     num_slots: int
     """The number of rank 0, since ranks with other amounts of free memory would choose other ones."""
+    num_spare_rows: int
 
 
 class MeasureMemory(msgspec.Struct, frozen=True, tag=True):
@@ -93,6 +95,7 @@ class Compute(msgspec.Struct, frozen=True, tag=True):
     seen_ends: memoryview | None = None
     unwindowed: memoryview | None = None
     batch_slots: memoryview = memoryview(b"")
+    inner: memoryview | None = None
     windows: "WindowPlaces | None" = None
     source_tables: memoryview | None = None
     source_tokens: int = 0
@@ -390,6 +393,7 @@ def compute_command(arrays: StepArrays) -> Compute:
         seen_ends=None if arrays.seen_ends is None else _bytes(arrays.seen_ends),
         unwindowed=None if arrays.unwindowed is None else _bytes(arrays.unwindowed),
         batch_slots=_bytes(arrays.batch_slots),
+        inner=None if arrays.inner is None else _bytes(arrays.inner),
         windows=None if arrays.windows is None else _window_places(arrays.windows),
         source_tables=None if arrays.source_tables is None else _bytes(arrays.source_tables),
         source_tokens=arrays.source_tokens,
@@ -419,6 +423,7 @@ def step_arrays(command: Compute, images: Sequence[ImageRows] = (), sources: Seq
         seen_ends=None if command.seen_ends is None else _int32(command.seen_ends),
         unwindowed=None if command.unwindowed is None else _bool(command.unwindowed),
         batch_slots=_int64(command.batch_slots),
+        inner=None if command.inner is None else _int64(command.inner).reshape(2, -1),
         windows=None if command.windows is None else _window_arrays(command.windows, len(context_lens)),
         source_tables=None if tables is None else _int32(tables).reshape(len(tokens), -1),
         source_tokens=command.source_tokens,

@@ -317,12 +317,12 @@ class Ranks:
                     row = torch.from_numpy(np.frombuffer(bytearray(answer.data), dtype=np.uint8))
                     self._checkpoints[rank.number].write(answer.blocks, row)
 
-    def build(self, cache: KVCache, num_slots: int) -> None:
+    def build(self, cache: KVCache, num_slots: int, num_spare_rows: int) -> None:
         """Make the other ranks create KV caches like `cache`, whose host memory holds all ranks' blocks, or copies of
-        them, and the recurrent states of `num_slots` batch slots. The caller keeps `cache` open as long as ranks copy
-        blocks.
+        them, and the recurrent states of `num_slots` batch slots with `num_spare_rows` spare rows. The caller keeps
+        `cache` open as long as ranks copy blocks.
         """
-        self.send_command(BuildCache(cache.num_blocks, num_slots))
+        self.send_command(BuildCache(cache.num_blocks, num_slots, num_spare_rows))
         for rank in self._ranks:
             if rank.process is not None:
                 assert cache.shared_fd is not None  # there are several ranks

@@ -289,7 +289,7 @@ class TPWorker:
             self._cache.close()
         place: KVMemoryKind | None = "device" if self._is_remote else "mirrored"
         setup = self._setup
-        limits = replace(setup.limits, max_num_seqs=command.num_slots)
+        limits = replace(setup.limits, max_num_seqs=command.num_slots, num_spare_rows=command.num_spare_rows)
         self._cache = KVCache(
             setup.layout,
             command.num_blocks,
@@ -299,7 +299,7 @@ class TPWorker:
             place=place if self._config.nnodes > 1 else None,
         )
         self._memory_before = devices.reset_peak(self._device)
-        self._states = make_states(setup.states, command.num_slots, self._cache, setup.first_state)
+        self._states = make_states(setup.states, limits.num_state_rows, self._cache, setup.first_state)
         self._executor = LocalExecutor(
             setup.forward,
             self._cache,

@@ -59,7 +59,7 @@ class KVCacheBuilder:
             available = self._whole_bytes([config.kv_cache_bytes] * self._ranks.num_ranks)
         else:
             available = self._whole_bytes(self._measure(masking))
-        rows = self._limits.max_num_seqs * self._layout.state_blocks * self._layout.block_bytes
+        rows = self._limits.num_state_rows * self._layout.state_blocks * self._layout.block_bytes
         return capacity.count_blocks(self._layout, available - rows, None)
 
     def check_fit(self, num_usable: int, max_model_len: int) -> None:
@@ -76,8 +76,8 @@ class KVCacheBuilder:
         capacity.check_fit(self._layout, num_usable, max_model_len, weights, grouped)
 
     def make_states(self, cache: KVCache) -> StateMemory:
-        """Allocate the recurrent states of all batch slots. `cache` holds their checkpoints."""
-        return make_states(self._states, self._limits.max_num_seqs, cache, self._setup.first_state)
+        """Allocate the recurrent states of all batch slots, and the spare rows. `cache` holds their checkpoints."""
+        return make_states(self._states, self._limits.num_state_rows, cache, self._setup.first_state)
 
     def make(self, num_blocks: int) -> KVCache:
         """Allocate the KV cache with this number of blocks, on all ranks. If it is in host memory, or has a mirror
@@ -85,7 +85,7 @@ class KVCacheBuilder:
         # Ranks on several hosts have no common memory, so each has its part for itself, and rank 0 the mirror.
         place: KVMemoryKind | None = "mirrored" if self._config.nnodes > 1 else None
         cache = KVCache(self._layout, num_blocks, self._device, part=self._setup.part, place=place)
-        self._ranks.build(cache, self._limits.max_num_seqs)
+        self._ranks.build(cache, self._limits.max_num_seqs, self._limits.num_spare_rows)
         return cache
 
     def make_host_tier(self, cache: KVCache) -> HostTierMemory:

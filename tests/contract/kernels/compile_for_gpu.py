@@ -131,6 +131,8 @@ POINTERS = {
     "order": LONG,
     "weights": WIDE,
     "slots": LONG,
+    "inner_slots": LONG,
+    "inner_tokens": INT,
 }
 FLOATS = {"scale", "softcap", "eps", "limit", "alpha", "shortest", "longest"}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [

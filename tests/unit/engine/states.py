@@ -52,11 +52,16 @@ class FakeStates:
 
     def compute(self, plan: ScheduledBatch) -> None:
         """Check that each chunk continues from its states, and move them on. KV overwrites what its blocks had."""
+        rows = {chunk.sequence.slot for chunk in plan.chunks}
         for chunk in plan.chunks:
             sequence = chunk.sequence
             before = tuple(sequence.token_ids[: chunk.start])
             assert self._slots[sequence.slot] == before, "a chunk starts from the states of other tokens"
             self._slots[sequence.slot] = tuple(sequence.token_ids[: chunk.start + chunk.length])
+            if chunk.inner:
+                assert chunk.inner < chunk.length and chunk.inner_row not in rows, "one row for two checkpoints"
+                rows.add(chunk.inner_row)
+                self._slots[chunk.inner_row] = tuple(sequence.token_ids[: chunk.start + chunk.inner])
             for block in sequence.blocks:
                 self._blocks[block] = None
 

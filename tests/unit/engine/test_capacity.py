@@ -7,7 +7,7 @@ from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import CapacityError
-from baton_serve.engine.kv.capacity import limit_sequences
+from baton_serve.engine.kv.capacity import StateRows, limit_sequences
 
 LAYOUT = KVLayout(
     fingerprint="f",
@@ -21,16 +21,23 @@ LAYOUT = KVLayout(
 ROW = LAYOUT.state_blocks * LAYOUT.block_bytes
 
 
-def limit(available: int, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Return how many of 8 sequences may run with `available` bytes for KV; of a device whose weights take more than
-    their share that is a negative number."""
+def limit(available: int, monkeypatch: pytest.MonkeyPatch, wanted: int = 8) -> StateRows:
+    """Return how many of `wanted` sequences may run with `available` bytes for KV; of a device whose weights take more
+    than their share that is a negative number."""
     monkeypatch.setattr(devices, "kv_cache_bytes", lambda *_, **__: available)
-    return limit_sequences(EngineConfig(model="m", max_num_seqs=8), LAYOUT, torch.device("cuda"))
+    return limit_sequences(EngineConfig(model="m", max_num_seqs=wanted), LAYOUT, torch.device("cuda"))
 
 
 def test_states_take_half_of_the_memory_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert limit(100 * ROW, monkeypatch) == 8
-    assert limit(6 * ROW, monkeypatch) == 3
+    assert limit(100 * ROW, monkeypatch) == (8, 1)
+    assert limit(6 * ROW, monkeypatch) == (3, 0)
+
+
+def test_running_sequences_need_rows_more_than_inner_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [limit(2 * count * ROW, monkeypatch, 32) for count in (36, 34, 32, 24, 15, 1)]
+    assert found == [(32, 4), (32, 2), (30, 2), (23, 1), (15, 0), (1, 0)]
+    config = EngineConfig(model="m", max_num_seqs=32, enable_prefix_caching=False)
+    assert limit_sequences(config, LAYOUT, torch.device("cuda")) == (1, 0)
 
 
 @pytest.mark.parametrize("available", [2 * ROW - 1, 0, -40 * ROW])

@@ -1,5 +1,6 @@
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -268,6 +269,9 @@ def test_prompts_that_are_answered_here_come_in_their_order(table: RequestTable)
     ]
 
 
+INNER: dict[str, Any] = {"num_spare_rows": 2, "checkpoint_step_tokens": 1}
+
+
 def test_a_checkpoint_is_taken_where_the_router_sees_prompts_part() -> None:
     table = make_table(num_blocks=16, batched=32, state_blocks=1)
     work = structs.replace(make_work("a", list(range(1, 24))), branches=[8, 10, 400])
@@ -282,6 +286,67 @@ def test_a_checkpoint_is_taken_where_the_router_sees_prompts_part() -> None:
     assert lengths[:4] == [8, 4, 8, 3]
     names = hash_blocks(ROOT, work.token_ids, BLOCK_TOKENS)
     assert [len(table.checkpoints.find(name)) for name in names] == [0, 1, 1, 0, 1, 0]
+
+
+def inner_chunks(plan: ScheduledBatch) -> list[tuple[int, int, int]]:
+    """Return each chunk's start, length, and the place of its inner checkpoint."""
+    return [(chunk.start, chunk.length, chunk.inner) for chunk in plan.chunks]
+
+
+def test_a_step_goes_on_behind_the_checkpoint_at_the_end_of_a_prompt() -> None:
+    table = make_table(num_blocks=40, batched=64, state_blocks=1, checkpoint_tokens=400, **INNER)
+    scheduler = Scheduler(table)
+    for name in "abc":
+        add(table, make_work(name, [ord(name)] * 19))
+    first = scheduler.schedule(0.0)
+    # The step has rows for two of them. The third one's chunk ends at its checkpoint.
+    assert inner_chunks(first) == [(0, 19, 16), (0, 19, 16), (0, 16, 0)]
+    assert [chunk.inner_row for chunk in first.chunks] == [4, 5, -1]
+    assert [row.sequence.request.work.request_id for row in first.rows] == ["a", "b"]
+    finish(scheduler, first)
+    saved = [(copy.kind, copy.slot) for copy in table.checkpoints.take_copies() if copy.kind == "save"]
+    assert saved == [("save", 4), ("save", 5), ("save", first.chunks[2].sequence.slot)]
+    for name in "abc":
+        last_full = hash_blocks(ROOT, [ord(name)] * 16, BLOCK_TOKENS)[-1]
+        assert len(table.checkpoints.find(last_full)) == 1
+
+
+def test_a_chunk_has_one_inner_checkpoint() -> None:
+    table = make_table(num_blocks=40, batched=64, state_blocks=1, checkpoint_tokens=8, **INNER)
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 27))
+    steps = []
+    for _ in range(2):
+        plan = scheduler.schedule(0.0)
+        steps += inner_chunks(plan)
+        finish(scheduler, plan)
+    # The places are 8, 16 and 24.
+    assert steps == [(0, 16, 8), (16, 11, 8)]
+
+
+def test_a_checkpoint_between_the_steps_of_kernels_ends_its_chunk() -> None:
+    table = make_table(
+        num_blocks=40, batched=5, state_blocks=1, checkpoint_tokens=400, num_spare_rows=1, checkpoint_step_tokens=4
+    )
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 11))
+    steps = []
+    for _ in range(3):
+        plan = scheduler.schedule(0.0)
+        steps += inner_chunks(plan)
+        finish(scheduler, plan)
+    assert steps == [(0, 5, 0), (5, 3, 0), (8, 3, 0)]
+
+
+def test_long_chunks_end_where_the_next_one_can_have_an_inner_checkpoint() -> None:
+    table = make_table(
+        num_blocks=40, batched=37, state_blocks=1, checkpoint_tokens=400, num_spare_rows=1, checkpoint_step_tokens=4
+    )
+    scheduler = Scheduler(table)
+    add(table, make_work("a", [1] * 51))
+    first = scheduler.schedule(0.0)
+    finish(scheduler, first)
+    assert inner_chunks(first) + inner_chunks(scheduler.schedule(0.0)) == [(0, 36, 0), (36, 15, 12)]
 
 
 @pytest.mark.parametrize(

@@ -271,11 +271,20 @@ class RecurrentMachine(HostTierMachine):
     tokens that a step computes.
     """
 
-    @initialize(caching=st.booleans(), host_slots=st.integers(0, 7))
-    def start(self, caching: bool, host_slots: int = 1) -> None:
+    @initialize(
+        caching=st.booleans(), host_slots=st.integers(0, 7), spare=st.integers(0, 2), step=st.sampled_from((0, 1, 3))
+    )
+    def start(self, caching: bool, host_slots: int = 1, spare: int = 2, step: int = 1) -> None:
         # A sequence of the longest prompt and answer needs 8 blocks, and the checkpoints before and after its prompt 4.
         self.table = make_table(
-            NUM_BLOCKS + 5, seqs=3, batched=7, caching=caching, host_slots=host_slots * caching, state_blocks=2
+            NUM_BLOCKS + 5,
+            seqs=3,
+            batched=7,
+            caching=caching,
+            host_slots=host_slots * caching,
+            state_blocks=2,
+            num_spare_rows=spare,
+            checkpoint_step_tokens=step,
         )
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
@@ -345,12 +354,15 @@ class RecurrentMachine(HostTierMachine):
         return result
 
 
+INNER = {"num_spare_rows": 1, "checkpoint_step_tokens": 1}
+
+
 class RecurrentAheadMachine(AheadMachine):
     """The same lives of a model with recurrent states, with steps launched ahead."""
 
     @initialize(caching=st.booleans())
     def start(self, caching: bool) -> None:
-        self.table = make_table(NUM_BLOCKS + 5, seqs=3, batched=7, caching=caching, state_blocks=2)
+        self.table = make_table(NUM_BLOCKS + 5, seqs=3, batched=7, caching=caching, state_blocks=2, **INNER)
         self.scheduler = Scheduler(self.table)
         self.reservations = Reservations(self.table)
         self.imports = KVImports(self.table)

@@ -10,6 +10,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.cpu.layers import GELU_TANH, KV_CODES, SILU, norm_kind, reads_cache
 from baton_serve.engine.kernels.cpu.linear import Matrix, PackedMatrix, as_argument
 from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
+from baton_serve.engine.kernels.mixers import InnerCheckpoints
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _AfterLayer = ctypes.CFUNCTYPE(_INT, _INT)
@@ -101,6 +102,7 @@ class DeltaStates:
     layers: Sequence[tuple[Tensor, Tensor]]
     """By layer with the delta rule, of all batch slots: the inputs of its convolution, bf16 [num_slots, channels,
     taps], and its states, float32 [num_slots, num_heads, key_size, value_size]."""
+    checkpoints: InnerCheckpoints | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +179,8 @@ class _Step(ctypes.Structure):
         *((name, _POINTER) for name in ("residual", "normed", "heads", "attended", "gated", "parallel", "convolved")),
         *((name, _POINTER) for name in ("latents", "logits")),
         *((name, _POINTER) for name in ("cos", "sin", "query_starts", "context_lens", "block_tables")),
-        *((name, _POINTER) for name in ("slots", "logit_rows", "state_slots", "added", "added_rows")),
+        *((name, _POINTER) for name in ("slots", "logit_rows", "state_slots", "inner_slots", "inner_tokens")),
+        *((name, _POINTER) for name in ("added", "added_rows")),
         *((name, _LONG) for name in ("cache_block_stride", "cache_value_offset")),
         *((name, _LONG) for name in ("cache_head_stride", "cache_token_stride", "table_stride", "rotary_stride")),
         ("rotation_stride", _LONG),
@@ -303,7 +306,10 @@ class CpuDecoder:
 
     def use_states(self, states: DeltaStates) -> None:
         """Let layers with the delta rule use these states, which must stay in memory, in the next step."""
+        inner = states.checkpoints
         self._step.state_slots = states.slots.data_ptr()
+        self._step.inner_slots = None if inner is None else inner.slots.data_ptr()
+        self._step.inner_tokens = None if inner is None else inner.tokens.data_ptr()
         if states.layers is self._states:
             return
         self._states = states.layers

@@ -38,7 +38,7 @@ class _DeltaPromptArguments(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("qkv", "beta", "step", "log_rate", "step_bias", "states", "starts", "slots")),
-        ("output", _POINTER),
+        *((name, _POINTER) for name in ("inner_slots", "inner_tokens", "output")),
         *((name, _LONG) for name in ("qkv_stride", "beta_stride", "step_stride", "state_stride", "num_seqs")),
         *((name, _INT) for name in ("num_heads", "num_key_heads", "key_size", "value_size", "dtype", "num_threads")),
     )
@@ -60,7 +60,8 @@ class _ConvolutionArguments(ctypes.Structure):
     """Mirrors the C struct `ConvolutionArguments` of src/arguments.h, field by field."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("input", "weight", "bias", "states", "starts", "slots", "output")),
+        *((name, _POINTER) for name in ("input", "weight", "bias", "states", "starts", "slots")),
+        *((name, _POINTER) for name in ("inner_slots", "inner_tokens", "output")),
         *((name, _LONG) for name in ("input_stride", "state_stride", "num_seqs")),
         *((name, _INT) for name in ("num_channels", "taps", "dtype", "num_threads", "has_silu")),
     )
@@ -167,6 +168,7 @@ class CpuRecurrentSteps:
             states=states.data_ptr(),
             starts=sequences.starts.data_ptr(),
             slots=sequences.slots.data_ptr(),
+            **_checkpoint_arguments(sequences),
             output=output.data_ptr(),
             qkv_stride=qkv.stride(0),
             beta_stride=beta.stride(0),
@@ -252,6 +254,7 @@ class CpuRecurrentSteps:
             states=state.states.data_ptr(),
             starts=None if sequences is None else sequences.starts.data_ptr(),
             slots=state.slots.data_ptr(),
+            **_checkpoint_arguments(sequences),
             output=output.data_ptr(),
             input_stride=rows.stride(0),
             state_stride=state.states.stride(0),
@@ -263,6 +266,12 @@ class CpuRecurrentSteps:
             has_silu=has_silu,
         )
         return output if self._convolution(arguments) == 0 else None
+
+
+def _checkpoint_arguments(sequences: PackedSequences | None) -> dict[str, int]:
+    """Return the pointers of a C struct to the inner checkpoints of a step; empty, for null pointers, without any."""
+    inner = None if sequences is None else sequences.checkpoints
+    return {} if inner is None else {"inner_slots": inner.slots.data_ptr(), "inner_tokens": inner.tokens.data_ptr()}
 
 
 def time_steps(dt: Tensor, bias: Tensor | None) -> Tensor:

@@ -38,7 +38,7 @@ def convolve(
     """
     output = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     taps = weight.shape[1]
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
         new = x[rows].view(len(slots), -1, x.shape[1]).transpose(1, 2)
         joined = torch.cat([states[slots].to(x.dtype), new], dim=-1)
         states[slots] = joined[..., -taps:].to(states.dtype)
@@ -67,7 +67,7 @@ def delta_rule(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) ->
     """
     shape = (len(heads.qkv), heads.num_heads, heads.value_size)
     output = torch.zeros(shape, dtype=heads.qkv.dtype, device=heads.qkv.device)
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
         parts = _parts(heads, rows, len(slots))
         compute = _one_step if sequences.max_len == 1 else _in_chunks
         found, states[slots] = compute(parts, states[slots])
@@ -82,7 +82,7 @@ def channel_delta_rule(heads: ChannelDeltaHeads, states: Tensor, sequences: Pack
     num_heads, key_size = heads.num_heads, heads.key_size
     keys = num_heads * key_size
     output = heads.qkv.new_zeros(len(heads.qkv), num_heads, heads.value_size)
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
 
         def split(x: Tensor, count: int = len(slots)) -> Tensor:
             """Divide the columns of `x` into heads: float32 [num_seqs, num_heads, length, size]."""

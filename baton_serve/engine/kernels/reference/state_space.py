@@ -19,7 +19,7 @@ def state_space(heads: StateSpaceHeads, states: Tensor, sequences: PackedSequenc
     sequences with several tokens run in chunks (section 6 of the paper).
     """
     output = heads.xbc.new_zeros(len(heads.xbc), heads.num_heads, heads.head_dim)
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
         num_seqs, state = len(slots), states[slots]
         x, b, c = _split(heads, heads.xbc[rows].view(num_seqs, -1, heads.xbc.shape[1]))
         step = functional.softplus(heads.step[rows].view(num_seqs, -1, heads.num_heads).float() + heads.step_bias)
@@ -46,7 +46,7 @@ def lightning(heads: LightningHeads, states: Tensor, sequences: PackedSequences)
     """
     num_heads, size = heads.num_heads, heads.size
     output = heads.qkv.new_zeros(len(heads.qkv), num_heads, size)
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
         parts = heads.qkv[rows].view(len(slots), -1, num_heads, 3, size).permute(3, 0, 2, 1, 4).float()
         query, key, value = parts.unbind(0)  # [num_seqs, num_heads, length, size]
         decay = -heads.rate[:, None].expand(query.shape[:3])
@@ -94,7 +94,7 @@ def selective_scan(channels: ScanChannels, states: Tensor, sequences: PackedSequ
     """
     output = torch.zeros_like(channels.x, memory_format=torch.contiguous_format)
     rates = -torch.exp(channels.log_rate.float())
-    for rows, slots in sequences.batches():
+    for rows, slots in sequences.batches(states):
         x, gate, step, b, c = (
             part[rows].view(len(slots), -1, part.shape[1]).float()
             for part in (channels.x, channels.gate, channels.step, channels.b, channels.c)

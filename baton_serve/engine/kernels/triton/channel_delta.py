@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, PackedSequences
-from baton_serve.engine.kernels.triton.convolution import padded_seqs
+from baton_serve.engine.kernels.triton.convolution import checkpoint_arguments, padded_seqs
 from baton_serve.engine.kernels.triton.delta_chunks import MIN_SIZE, inverse_of, unit_factors
 from baton_serve.engine.kernels.triton.delta_step import step_size
 from baton_serve.engine.kernels.triton.tiles import padded
@@ -115,6 +115,7 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         states,
         sequences.starts,
         sequences.slots,
+        *checkpoint_arguments(sequences),
         states.stride(0),
         value_size=value_size,
         values=PASS_VALUES,
@@ -317,7 +318,7 @@ def _solve_kernel(  # noqa: PLR0913
         tl.store(seen_keys + at * key_size + dim[None, :], solved.to(dtype), in_key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_inner"])
 def _pass_kernel(  # noqa: PLR0913
     output,
     new_values,
@@ -329,6 +330,9 @@ def _pass_kernel(  # noqa: PLR0913
     states,
     starts,
     slots,
+    inner_slots,
+    inner_tokens,
+    num_inner,
     state_stride,
     num_heads: tl.constexpr,
     key_size: tl.constexpr,
@@ -341,35 +345,40 @@ def _pass_kernel(  # noqa: PLR0913
     seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + seq)
     start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    # The chunks up to the inner checkpoint come first. Without one there are none, and nothing is stored after them.
+    to = tl.load(inner_slots + seq, seq < num_inner, other=-1)
+    begin, until = start, tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), start)
     if (slot >= 0) & (end > start):
         dim, column = tl.arange(0, keys), tl.program_id(0) * values + tl.arange(0, values)
         place = tl.arange(0, chunk)
         in_key, in_value = dim < key_size, column < value_size
         dtype: tl.constexpr = output.dtype.element_ty
-        at_state = states + slot * state_stride + head * (key_size * value_size)
+        at_state = states + head * (key_size * value_size)
         at_state += dim[:, None] * value_size + column[None, :]
         in_state = in_key[:, None] & in_value[None, :]
-        state = tl.load(at_state, in_state, other=0.0)
+        state = tl.load(at_state + slot * state_stride, in_state, other=0.0)
         # Offsets within a chunk are narrow: wide ones for whole tiles would fill the registers.
         in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
         in_values = place[:, None] * (num_heads * value_size) + column[None, :]
         in_scores = place[:, None] * (num_heads * chunk) + place[None, :]
-        for first in range(start, end, chunk):
-            live = first + place < end
-            row = (start.to(tl.int64) + (first - start)) * num_heads + head
-            rows, mask = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
-            seen = tl.load(seen_keys + row * key_size + in_keys, rows, other=0.0)
-            update = tl.load(new_values + row * value_size + in_values, mask, other=0.0).to(tl.float32)
-            # Matrix units read the model's dtype; sums and the state stay float32.
-            narrow = state.to(dtype)
-            update = (update - tl.dot(seen, narrow, input_precision=precision)).to(dtype)
-            query = tl.load(asking + row * key_size + in_keys, rows, other=0.0)
-            result = tl.dot(query, narrow, input_precision=precision)
-            products = tl.load(scores + row * chunk + in_scores, live[:, None], other=0.0)
-            result = tl.dot(products, update, result, input_precision=precision)
-            tl.store(output + row * value_size + in_values, result.to(dtype), mask)
-            key = tl.load(adding + row * key_size + in_keys, rows, other=0.0)
-            number = (start // chunk + seq + (first - start) // chunk).to(tl.int64)
-            final = tl.load(finals + (number * num_heads + head) * key_size + dim, in_key, other=0.0)
-            state = tl.dot(tl.trans(key), update, state * final[:, None], input_precision=precision)
-        tl.store(at_state, state, in_state)
+        for _ in range(2):
+            for first in range(begin, until, chunk):
+                live = first + place < end
+                row = (start.to(tl.int64) + (first - start)) * num_heads + head
+                rows, mask = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
+                seen = tl.load(seen_keys + row * key_size + in_keys, rows, other=0.0)
+                update = tl.load(new_values + row * value_size + in_values, mask, other=0.0).to(tl.float32)
+                # Matrix units read the model's dtype; sums and the state stay float32.
+                narrow = state.to(dtype)
+                update = (update - tl.dot(seen, narrow, input_precision=precision)).to(dtype)
+                query = tl.load(asking + row * key_size + in_keys, rows, other=0.0)
+                result = tl.dot(query, narrow, input_precision=precision)
+                products = tl.load(scores + row * chunk + in_scores, live[:, None], other=0.0)
+                result = tl.dot(products, update, result, input_precision=precision)
+                tl.store(output + row * value_size + in_values, result.to(dtype), mask)
+                key = tl.load(adding + row * key_size + in_keys, rows, other=0.0)
+                number = (start // chunk + seq + (first - start) // chunk).to(tl.int64)
+                final = tl.load(finals + (number * num_heads + head) * key_size + dim, in_key, other=0.0)
+                state = tl.dot(tl.trans(key), update, state * final[:, None], input_precision=precision)
+            tl.store(at_state + to * state_stride, state, in_state & (to >= 0))
+            begin, until, to = until, end, slot

@@ -27,6 +27,15 @@ def padded_seqs(num_seqs: int) -> int:
     return 16 if num_seqs <= 16 else max(MAX_PADDED_SEQS, padded(num_seqs))
 
 
+def checkpoint_arguments(sequences: PackedSequences) -> tuple[Tensor, Tensor, int]:
+    """Return the arguments of a kernel that stores inner checkpoints: their slots, after how many tokens they lie, and
+    how many sequences may have one.
+    """
+    inner, count = sequences.checkpoints, len(sequences.slots)
+    # Triton needs pointers even if the kernel reads nothing. With a flag it would compile each kernel twice.
+    return (sequences.slots, sequences.starts, 0) if inner is None else (inner.slots, inner.tokens, count)
+
+
 def convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, sequences: PackedSequences, *, has_silu: bool
 ) -> Tensor:
@@ -71,6 +80,7 @@ def convolve(
             states,
             sequences.starts,
             sequences.slots,
+            *checkpoint_arguments(sequences),
             x.stride(0),
             states.stride(0),
             channels=channels,
@@ -149,29 +159,37 @@ def _convolve_kernel(  # noqa: PLR0913
     tl.store(to, acc.to(dtype), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_inner"])
 def _keep_kernel(  # noqa: PLR0913
     x,
     states,
     starts,
     slots,
+    inner_slots,
+    inner_tokens,
+    num_inner,
     x_stride,
     state_stride,
     channels: tl.constexpr,
     taps: tl.constexpr,
     columns: tl.constexpr,
 ):
-    """Store the last inputs of each sequence, the state of the convolution, in the sequence's slot."""
+    """Store the last inputs of each sequence, the state of the convolution, in the sequence's slot, and those before
+    its inner checkpoint.
+    """
     seq = tl.program_id(0)
     channel = tl.program_id(1) * columns + tl.arange(0, columns)
-    slot = tl.load(slots + seq)
+    slot, to = tl.load(slots + seq), tl.load(inner_slots + seq, seq < num_inner, other=-1)
     start, end = tl.load(starts + seq).to(tl.int64), tl.load(starts + seq + 1).to(tl.int64)
-    length = end - start
-    mask = (channel < channels) & (slot >= 0) & (length > 0)
-    state = states + slot * state_stride + channel * taps
-    for place in tl.static_range(taps):
-        # A sequence shorter than the convolution keeps some of its old inputs, which move to earlier places.
-        moved = place + length
-        past = tl.load(state + moved, mask & (moved < taps), other=0.0)
-        new = tl.load(x + (end - taps + place) * x_stride + channel, mask & (moved >= taps), other=0.0)
-        tl.store(state + place, tl.where(moved < taps, past, new.to(past.dtype)), mask)
+    length = tl.load(inner_tokens + seq, seq < num_inner, other=0).to(tl.int64)
+    # The sequence's own slot is written last, since both read the old inputs in it.
+    for _ in range(2):
+        mask = (channel < channels) & (slot >= 0) & (to >= 0) & (end > start)
+        state, new_state = states + slot * state_stride + channel * taps, states + to * state_stride + channel * taps
+        for place in tl.static_range(taps):
+            # A sequence shorter than the convolution keeps some of its old inputs, which move to earlier places.
+            moved = place + length
+            past = tl.load(state + moved, mask & (moved < taps), other=0.0)
+            new = tl.load(x + (start + moved - taps) * x_stride + channel, mask & (moved >= taps), other=0.0)
+            tl.store(new_state + place, tl.where(moved < taps, past, new.to(past.dtype)), mask)
+        to, length = slot, end - start

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import DeltaHeads, PackedSequences
-from baton_serve.engine.kernels.triton.convolution import padded_seqs
+from baton_serve.engine.kernels.triton.convolution import checkpoint_arguments, padded_seqs
 from baton_serve.engine.kernels.triton.delta_step import gates
 from baton_serve.engine.kernels.triton.tiles import padded
 
@@ -90,6 +90,7 @@ def delta_chunks(heads: DeltaHeads, states: Tensor, sequences: PackedSequences) 
         states,
         sequences.starts,
         sequences.slots,
+        *checkpoint_arguments(sequences),
         num_tokens,
         heads.qkv.stride(0),
         states.stride(0),
@@ -262,8 +263,8 @@ def _pairs(blocks, half: tl.constexpr, block: tl.constexpr):
     return tl.split(tl.permute(tl.reshape(blocks, [half, 2, block, block]), (0, 2, 3, 1)))
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _pass_kernel(  # noqa: PLR0913
+@triton.jit(do_not_specialize=["num_tokens", "num_inner"])
+def _pass_kernel(  # noqa: PLR0913, PLR0915
     output,
     new_values,
     seen_keys,
@@ -274,6 +275,9 @@ def _pass_kernel(  # noqa: PLR0913
     states,
     starts,
     slots,
+    inner_slots,
+    inner_tokens,
+    num_inner,
     num_tokens,
     qkv_stride,
     state_stride,
@@ -289,44 +293,50 @@ def _pass_kernel(  # noqa: PLR0913
     seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + seq)
     start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
+    # The chunks up to the inner checkpoint come first. Without one there are none, and nothing is stored after them.
+    to = tl.load(inner_slots + seq, seq < num_inner, other=-1)
+    begin, until = start, tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), start)
     if (slot >= 0) & (end > start):
         dim, column = tl.arange(0, keys), tl.program_id(0) * values + tl.arange(0, values)
         place = tl.arange(0, chunk)
         in_key, in_value = dim < key_size, column < value_size
         dtype: tl.constexpr = output.dtype.element_ty
         width: tl.constexpr = num_heads // group * key_size
-        at_state = states + slot * state_stride + head * (key_size * value_size)
+        at_state = states + head * (key_size * value_size)
         at_state += dim[:, None] * value_size + column[None, :]
         in_state = in_key[:, None] & in_value[None, :]
-        state = tl.load(at_state, in_state, other=0.0)
+        state = tl.load(at_state + slot * state_stride, in_state, other=0.0)
         # Offsets within a chunk are narrow: wide ones for whole tiles would fill the registers.
         in_row = place[:, None] * qkv_stride + dim[None, :]
         in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
         in_values = place[:, None] * (num_heads * value_size) + column[None, :]
-        for first in range(start, end, chunk):
-            live = first + place < end
-            row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
-            final = tl.load(totals + last * num_heads + head)
-            rows = live[:, None] & in_key[None, :]
-            at_query = qkv + row * qkv_stride + head // group * key_size
-            query = tl.load(at_query + in_row, rows, other=0.0)
-            key = tl.load(at_query + width + in_row, rows, other=0.0)
-            at_factor = factors + row * num_heads + head + place * num_heads
-            entering = tl.load(at_factor, live, other=0.0)
-            leaving = tl.load(at_factor + num_tokens.to(tl.int64) * num_heads, live, other=0.0)
-            at_scores = scores + (row * num_heads + head) * chunk
-            score = tl.load(at_scores + place[:, None] * (num_heads * chunk) + place[None, :], live[:, None], other=0.0)
-            # The keys of the update, times the state, are the part of earlier chunks in its values.
-            seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
-            mask = live[:, None] & in_value[None, :]
-            from_row = (row * num_heads + head) * value_size
-            update = tl.load(new_values + from_row + in_values, mask, other=0.0).to(tl.float32)
-            # Matrix units read the model's dtype; sums, decays and the state stay float32.
-            narrow = state.to(dtype)
-            update -= tl.dot(seen, narrow, input_precision=precision)
-            result = tl.dot(query, narrow, input_precision=precision) * entering[:, None]
-            result = tl.dot(score, update.to(dtype), result, input_precision=precision)
-            tl.store(output + from_row + in_values, result.to(dtype), mask)
-            update = (update * leaving[:, None]).to(dtype)
-            state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
-        tl.store(at_state, state, in_state)
+        in_scores = place[:, None] * (num_heads * chunk) + place[None, :]
+        for _ in range(2):
+            for first in range(begin, until, chunk):
+                live = first + place < end
+                row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
+                final = tl.load(totals + last * num_heads + head)
+                rows = live[:, None] & in_key[None, :]
+                at_query = qkv + row * qkv_stride + head // group * key_size
+                query = tl.load(at_query + in_row, rows, other=0.0)
+                key = tl.load(at_query + width + in_row, rows, other=0.0)
+                at_factor = factors + row * num_heads + head + place * num_heads
+                entering = tl.load(at_factor, live, other=0.0)
+                leaving = tl.load(at_factor + num_tokens.to(tl.int64) * num_heads, live, other=0.0)
+                at_scores = scores + (row * num_heads + head) * chunk
+                score = tl.load(at_scores + in_scores, live[:, None], other=0.0)
+                # The keys of the update, times the state, are the part of earlier chunks in its values.
+                seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
+                mask = live[:, None] & in_value[None, :]
+                from_row = (row * num_heads + head) * value_size
+                update = tl.load(new_values + from_row + in_values, mask, other=0.0).to(tl.float32)
+                # Matrix units read the model's dtype; sums, decays and the state stay float32.
+                narrow = state.to(dtype)
+                update -= tl.dot(seen, narrow, input_precision=precision)
+                result = tl.dot(query, narrow, input_precision=precision) * entering[:, None]
+                result = tl.dot(score, update.to(dtype), result, input_precision=precision)
+                tl.store(output + from_row + in_values, result.to(dtype), mask)
+                update = (update * leaving[:, None]).to(dtype)
+                state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
+            tl.store(at_state + to * state_stride, state, in_state & (to >= 0))
+            begin, until, to = until, end, slot

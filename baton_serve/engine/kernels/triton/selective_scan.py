@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import PackedSequences, ScanChannels
-from baton_serve.engine.kernels.triton.convolution import padded_seqs
+from baton_serve.engine.kernels.triton.convolution import checkpoint_arguments, padded_seqs
 from baton_serve.engine.kernels.triton.state_space import softplus
 from baton_serve.engine.kernels.triton.tiles import padded
 
@@ -61,6 +61,7 @@ def selective_scan(channels: ScanChannels, states: Tensor, sequences: PackedSequ
             entering,
             totals,
             *places,
+            *checkpoint_arguments(sequences),
             x.stride(0),
             gate.stride(0),
             step.stride(0),
@@ -91,7 +92,7 @@ def selective_scan(channels: ScanChannels, states: Tensor, sequences: PackedSequ
     return output
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(do_not_specialize=["num_seqs", "num_inner"])
 def _scan_kernel(  # noqa: C901, PLR0913, PLR0915
     output,
     x,
@@ -107,6 +108,9 @@ def _scan_kernel(  # noqa: C901, PLR0913, PLR0915
     starts,
     slots,
     num_seqs,
+    inner_slots,
+    inner_tokens,
+    num_inner,
     x_stride,
     gate_stride,
     step_stride,
@@ -134,8 +138,12 @@ def _scan_kernel(  # noqa: C901, PLR0913, PLR0915
         seq = tl.sum(before.to(tl.int32), 0)
         if seq >= num_seqs:
             return
-        first = tl.load(starts + seq) + (number - tl.sum(tl.where(before, chunks_of, 0), 0)) * chunk
+        start = tl.load(starts + seq)
+        first = start + (number - tl.sum(tl.where(before, chunks_of, 0), 0)) * chunk
         end = tl.minimum(first + chunk, tl.load(starts + seq + 1))
+        # The last token before the inner checkpoint of the sequence, which may be one of this chunk.
+        inner_slot = tl.load(inner_slots + seq, seq < num_inner, other=-1)
+        inner_last = start + tl.load(inner_tokens + seq, seq < num_inner, other=0) - 1
     slot = tl.load(slots + seq)
     channel, place = tl.program_id(0) * tile + tl.arange(0, tile), tl.arange(0, size)
     in_channels, in_size = channel < num_channels, place < state_size
@@ -164,6 +172,9 @@ def _scan_kernel(  # noqa: C901, PLR0913, PLR0915
                 result = tl.sum(state * out[None, :], 1) + value * factor
                 result *= gates / (1.0 + tl.exp(tl.minimum(-gates, 80.0)))
                 tl.store(output + row * num_channels + channel, result.to(dtype), in_channels)
+                if not is_single:  # noqa: SIM102 -- Triton decides it when it compiles, the other when it runs
+                    if (token == inner_last) & (inner_slot >= 0):
+                        tl.store(states + inner_slot * state_stride + offset, state, mask)
             else:
                 total += duration
         if is_single:

@@ -101,7 +101,9 @@ struct DeltaPromptArguments {
   float* states;                      // [num_heads, key_size, value_size] of each slot
   const int32_t* starts;
   const int64_t* slots;
-  void* output;  // [num_tokens, num_heads, value_size], contiguous
+  const int64_t* inner_slots;   // [num_seqs] or null: where states before a sequence's last token go too, negative: nowhere
+  const int32_t* inner_tokens;  // after how many of its tokens
+  void* output;                 // [num_tokens, num_heads, value_size], contiguous
   int64_t qkv_stride, beta_stride, step_stride, state_stride, num_seqs;
   int32_t num_heads, num_key_heads, key_size, value_size, dtype, num_threads;
 };
@@ -121,7 +123,8 @@ struct ConvolutionArguments {
   const void *input, *weight, *bias;  // [num_tokens, num_channels], [num_channels, taps], [num_channels] or null
   void* states;                       // [num_channels, taps], of the input's dtype
   const int32_t* starts;              // rows as in DeltaPromptArguments; null: one of each sequence
-  const int64_t* slots;
+  const int64_t *slots, *inner_slots;  // as there
+  const int32_t* inner_tokens;
   void* output;
   int64_t input_stride, state_stride, num_seqs;
   int32_t num_channels, taps, dtype, num_threads, has_silu;

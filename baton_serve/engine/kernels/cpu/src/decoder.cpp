@@ -63,7 +63,8 @@ struct StepArguments {
   const float *cos, *sin;                 // [num_rotations, num_tokens, rotary_dim / 2]
   const int32_t *query_starts, *context_lens, *block_tables;
   const int64_t *slots, *logit_rows;      // logit_rows ascend; null: every token
-  const int64_t* state_slots;             // [num_seqs]: batch slots of recurrent states
+  const int64_t *state_slots, *inner_slots;  // [num_seqs]: batch slots of recurrent states, and DeltaPromptArguments'
+  const int32_t* inner_tokens;
   const void* added;                      // [num_added_layers, num_added, hidden]: joins the outputs of the first layers
   const int64_t* added_rows;              // [num_added]: to which tokens
   int64_t cache_block_stride, cache_value_offset, cache_head_stride, cache_token_stride;
@@ -177,6 +178,7 @@ struct Step {
     ConvolutionArguments convolution{};
     convolution.input = a.heads, convolution.weight = delta.convolution, convolution.states = delta.inputs;
     convolution.starts = a.query_starts, convolution.slots = a.state_slots, convolution.output = a.convolved;
+    convolution.inner_slots = a.inner_slots, convolution.inner_tokens = a.inner_tokens;
     convolution.input_stride = stride, convolution.state_stride = delta.input_stride, convolution.num_seqs = a.num_seqs;
     convolution.num_channels = channels, convolution.taps = delta.taps, convolution.dtype = BF16, convolution.has_silu = 1;
     convolution.num_threads = threads_for(channels * delta.taps);
@@ -185,6 +187,7 @@ struct Step {
     rule.qkv = a.convolved, rule.beta = beta, rule.step = beta + delta.num_heads;
     rule.log_rate = delta.log_rate, rule.step_bias = delta.step_bias, rule.states = delta.states;
     rule.starts = a.query_starts, rule.slots = a.state_slots, rule.output = a.attended;
+    rule.inner_slots = a.inner_slots, rule.inner_tokens = a.inner_tokens;
     rule.qkv_stride = channels, rule.beta_stride = rule.step_stride = stride, rule.state_stride = delta.state_stride;
     rule.num_seqs = a.num_seqs, rule.num_heads = delta.num_heads, rule.num_key_heads = delta.num_key_heads;
     rule.key_size = delta.key_size, rule.value_size = delta.value_size, rule.dtype = BF16;

@@ -136,9 +136,9 @@ template <class T> class DeltaHead {
         end(a.starts[sequence + 1]),
         key_at(head / (a.num_heads / a.num_key_heads) * a.key_size),
         all_keys(a.num_key_heads * a.key_size),
-        state(a.slots[sequence] < 0
-                  ? nullptr
-                  : a.states + a.slots[sequence] * a.state_stride + (int64_t)head * a.key_size * a.value_size) {}
+        state(state_of(a.slots[sequence])),
+        inner(a.inner_slots ? state_of(a.inner_slots[sequence]) : nullptr),
+        middle(inner ? first + a.inner_tokens[sequence] : first) {}
 
   void run() const {
     if (!state)
@@ -188,9 +188,10 @@ template <class T> class DeltaHead {
     DeltaChunk& chunk = *kept;
     for (int i = 0; i < a.key_size; i++)
       std::memcpy(chunk.state + i * chunk.values, state + (int64_t)i * a.value_size, a.value_size * sizeof(float));
-    for (int64_t start = first; start < end; start += CHUNK_ROWS) {
+    int rows;
+    for (int64_t start = first; start < end; start += rows) {
       yield_to_others();
-      const int rows = (int)std::min<int64_t>(CHUNK_ROWS, end - start);
+      rows = (int)std::min<int64_t>(CHUNK_ROWS, (start < middle ? middle : end) - start);
       float total = 0.f;
       for (int i = 0; i < rows; i++) {
         read(start + i, chunk.query(i), chunk.key(i));
@@ -203,16 +204,24 @@ template <class T> class DeltaHead {
       for (int i = 0; i < rows; i++)
         for (int d = 0; d < a.value_size; d += W)
           store_elements(output(start + i) + d, load(chunk.output(i) + d), a.value_size - d);
+      if (start + rows == middle) keep(chunk, inner);
     }
+    keep(chunk, state);
+  }
+  void keep(const DeltaChunk& chunk, float* to) const {
     for (int i = 0; i < a.key_size; i++)
-      std::memcpy(state + (int64_t)i * a.value_size, chunk.state + i * chunk.values, a.value_size * sizeof(float));
+      std::memcpy(to + (int64_t)i * a.value_size, chunk.state + i * chunk.values, a.value_size * sizeof(float));
+  }
+  float* state_of(int64_t slot) const {
+    return slot < 0 ? nullptr : a.states + slot * a.state_stride + (int64_t)head * a.key_size * a.value_size;
   }
 
   const DeltaPromptArguments& a;
   const int head;
   const int64_t first, end;
   const int key_at, all_keys;  // elements of a row of qkv
-  float* const state;
+  float *const state, *const inner;  // inner: of the tokens before `middle`, or null
+  const int64_t middle;
 };
 
 template <class T> void state_space_head(const StateSpaceArguments& a, int64_t sequence, int head) {
@@ -341,11 +350,18 @@ template <class T> void convolve_sequence(const ConvolutionArguments& a, int64_t
   }
   if (first == end) return;
   T* state = (T*)a.states + a.slots[sequence] * a.state_stride;
+  const int64_t inner_slot = a.inner_slots ? a.inner_slots[sequence] : -1;
+  const int64_t middle = inner_slot < 0 ? first : first + a.inner_tokens[sequence];
   for (int c = begin; c < stop; c += W) {
     const auto convolve = a.taps != 4               ? convolve_channels<0, false, T>
                           : c + W <= a.num_channels ? convolve_channels<4, true, T>
                                                     : convolve_channels<4, false, T>;
-    convolve(a, state, first, end, c);
+    if (inner_slot >= 0) {
+      convolve(a, state, first, middle, c);
+      const int64_t at = (int64_t)c * a.taps, count = std::min(W, a.num_channels - c) * a.taps;
+      std::memcpy((void*)((T*)a.states + inner_slot * a.state_stride + at), state + at, count * sizeof(T));
+    }
+    convolve(a, state, middle, end, c);
   }
 }
 
