@@ -92,7 +92,7 @@ get status 400, and so does audio for any other model. A new family is one class
 
 ## Models that transcribe audio
 
-Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), without stages and LoRA adapters.
+Whisper, all sizes, in transformers' format (`openai/whisper-…`, Distil-Whisper), without LoRA adapters.
 Tests compare tokens and timestamps with transformers (`tests/engine/test_speech.py`, `tests/e2e/test_speech.py`).
 
 ## Over several devices

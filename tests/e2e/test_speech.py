@@ -20,6 +20,7 @@ from baton_serve.engine.model.speech.encoder import SpeechEncoder
 from tests.e2e.breaking import Breaking
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
+from tests.engine.rank_threads import use_threads
 from tests.speech import (
     IDS,
     LANGUAGES,
@@ -233,6 +234,21 @@ def test_transcriptions_go_on_when_prefill_and_decode_break(whisper: Path, refer
     assert [one["text"] for one in answers] == expected
     (replays,) = (line.split()[-1] for line in metrics.splitlines() if line.startswith("baton:replays_total{"))
     assert float(replays) >= 2 * len(answers)
+
+
+def test_a_prefill_instance_of_two_stages_hands_over_to_one(
+    whisper: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+
+    async def run() -> list[dict[str, Any]]:
+        two, one = {"pipeline_parallel_size": 2}, {"pipeline_parallel_size": 1}
+        async with asyncio.timeout(90), served(whisper, transport="zeromq", instance=two, decode=one) as client:
+            await until_ready(client)
+            return [await ask(client, wav(tones(number))) for number in (0, 1, 0)]
+
+    expected = [text_of(whisper, reference.answer(tones(number), COUNT)).strip() for number in (0, 1, 0)]
+    assert [one["text"] for one in asyncio.run(run())] == expected
 
 
 def test_what_cannot_be_served_is_refused(whisper: Path) -> None:

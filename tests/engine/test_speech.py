@@ -11,22 +11,24 @@ import pytest
 import torch
 
 from baton_serve.audio_samples import Samples, resampled
+from baton_serve.contracts.block_hash import cross_hashes
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.media import digest_of, source_span
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.sampling import TranscriptSpec
 from baton_serve.engine import ConfigError, Engine, EngineConfig, RequestError
-from baton_serve.engine.core.outputs import FailedRequest
+from baton_serve.engine.core.outputs import FailedRequest, StepResult
 from baton_serve.engine.core.scheduler import ScheduledBatch
-from baton_serve.engine.errors import UnsupportedModelError
+from baton_serve.engine.kv.kv_cache import KVMemoryKind
 from baton_serve.engine.model.batch_inputs import SourceRows
 from baton_serve.engine.model.speech.encoder import SpeechEncoder
 from baton_serve.engine.model.speech.prompt_audio import PromptAudio
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, EncodedImage
 from baton_serve.engine.pooling.encode_engine import ImageEncoder
+from baton_serve.engine.step.in_flight import InFlightStep
 from baton_serve.kvtransfer import HostMemory
 from tests.engine.conftest import FakeCapture
-from tests.engine.driving import Answers, hand_over, make_engine, make_work, run
+from tests.engine.driving import Answers, hand_over, make_engine, make_work, place_kv_caches, run
 from tests.engine.rank_threads import use_threads
 from tests.engine.test_image_encoder import Observer, encode
 from tests.speech import (
@@ -44,6 +46,7 @@ from tests.speech import (
 )
 
 COUNT = 20
+TWO_RANKS, TWO_STAGES = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
 TRANSCRIPT = TranscriptSpec(
     suppressed=SUPPRESSED, first_suppressed=FIRST_SUPPRESSED, first_timestamp=IDS["<|0.00|>"], end_token=EOS_ID
 )
@@ -283,20 +286,84 @@ def test_two_ranks_hold_half_of_each_source_and_exchange_it_with_one(
             assert answers == {(f"over {number}", 0): reference.answer(tones(number), COUNT)}
 
 
+@pytest.mark.parametrize("settings", [TWO_RANKS, TWO_STAGES], ids=["ranks", "stages"])
 def test_graphs_of_two_ranks(
-    folder: Path, reference: Reference, captured: FakeCapture, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    folder: Path,
+    reference: Reference,
+    captured: FakeCapture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     use_threads(monkeypatch)
-    with make_engine(folder, reads_images=True, max_num_seqs=4, tensor_parallel_size=2) as engine:
+    with make_engine(folder, reads_images=True, max_num_seqs=4, **settings) as engine:
         files = {f"g{number}": wav(tones(number)) for number in range(3)}
         answers = ask(engine, files)
         assert sum(graph.replays for graph in captured.graphs) >= 2 * (COUNT - 1)
     assert answers == {(f"g{n}", 0): reference.answer(tones(n), COUNT) for n in range(3)}
 
 
-def test_stages_of_a_pipeline_are_refused(folder: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="attend to the output of an encoder: set pipeline_parallel_size"):
-        make_engine(folder, reads_images=True, pipeline_parallel_size=2)
+@pytest.mark.parametrize(
+    ("settings", "place"),
+    [(TWO_STAGES, "shared"), ({"pipeline_parallel_size": 3}, "mirrored"), (TWO_STAGES | TWO_RANKS, "mirrored")],
+    ids=["2 stages", "3 stages", "2 stages of 2 ranks"],
+)
+@pytest.mark.usefixtures("threaded_ranks")
+def test_stages_keep_the_sources_of_their_layers(
+    settings: dict[str, Any],
+    place: KVMemoryKind,
+    folder: Path,
+    engine: Engine,
+    decoder: Engine,
+    reference: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In chunks, with sources of several steps in the stages, and by handoffs in both ways."""
+    place_kv_caches(monkeypatch, place)
+    prompt = [IDS["<|startofprev|>"], *range(65, 105), *PROMPT]
+    small = {"max_num_seqs": 8, "max_num_batched_tokens": 16}
+    with make_engine(folder, reads_images=True, **small, **settings) as stages:
+        assert stages.layout == decoder.layout
+        files = {f"r{number}": wav(tones(number)) for number in range(100, 106)}
+        expected = {(f"r{n}", 0): reference.answer(tones(n), COUNT, prompt=prompt) for n in range(100, 106)}
+        assert ask(stages, files, prompt=prompt) == expected
+        assert ask(stages, {"again": files["r100"]}, prompt=prompt) == {("again", 0): expected["r100", 0]}
+        assert engine.image_reader is not None
+        for number, source, sink in ((107, stages, decoder), (108, engine, stages)):
+            file = wav(tones(number))
+            work = work_of(source, f"over {number}", file)
+            answers = hand_over(source, sink, work, engine.image_reader.read([file]))
+            assert answers == {(f"over {number}", 0): reference.answer(tones(number), COUNT)}
+
+
+@pytest.mark.usefixtures("threaded_ranks")
+def test_rank_0_of_all_stages_encodes_alone(folder: Path, encoded: list[int]) -> None:
+    with make_engine(folder, reads_images=True, **TWO_STAGES) as stages:
+        assert encoded == [1], "silence, at the start"
+        for name in ("first", "again"):
+            ask(stages, {name: wav(tones(109))})
+        assert encoded == [1, 1]
+
+
+@pytest.mark.usefixtures("threaded_ranks")
+def test_a_source_is_not_pinned_before_all_stages_have_it(
+    folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(folder, reads_images=True, **TWO_STAGES) as stages:
+        assert stages.image_reader is not None
+        file = wav(tones(110))
+        work = work_of(stages, "w", file)
+        names = cross_hashes(work.root, digest_of(file), stages.layout.source_blocks)
+        pinned, choose = list[int](), stages._steps._choose
+
+        def pin_and_choose(launched: InFlightStep, result: StepResult) -> InFlightStep | None:
+            pinned.append(len(stages.pin(RequestId("pin"), names)))
+            stages.unpin(RequestId("pin"))
+            return choose(launched, result)
+
+        monkeypatch.setattr(stages._steps, "_choose", pin_and_choose)
+        stages.add(work, pixels=stages.image_reader.read([file]))
+        assert run(stages) == {("w", 0): reference.answer(tones(110), COUNT)}
+        assert pinned[0] == 0 and pinned[-1] == len(names)
 
 
 def test_captured_graphs_give_the_tokens_of_transformers(

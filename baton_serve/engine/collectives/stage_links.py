@@ -61,12 +61,16 @@ class StageLinks:
         group, peer = self._forward, self._peers.after
         if peer is None:
             group, peer = self._back, self._peers.first
-        hidden = hidden.contiguous()
-        # The library reads the tensor later, so it must stay alive until then.
-        self._running.append((self._started(group, lambda: group.send([hidden], peer, 0)), hidden))
-        while len(self._running) > self._max_running:
-            work, _ = self._running.popleft()
-            work.wait()
+        self._start_send(group, hidden.contiguous(), peer)
+
+    def pass_on(self, values: Tensor) -> None:
+        """Overwrite the contiguous tensor `values` of every stage with that of the first one, and return without
+        waiting for later stages. The first stage must not change it before they have received it.
+        """
+        if self._peers.before is not None:
+            self._receive_into(values, self._forward, self._peers.before)
+        if self._peers.after is not None:
+            self._start_send(self._forward, values, self._peers.after)
 
     def receive(self, num_rows: int) -> Tensor | None:
         """Return the activations [num_rows, hidden] of the stage before this one, in the order in which it sent them;
@@ -109,9 +113,20 @@ class StageLinks:
 
     def _received(self, group: Any, num_rows: int, peer: int) -> Tensor:
         hidden = torch.empty((num_rows, self._like.shape[1]), dtype=self._like.dtype, device=self._like.device)
-        # With nccl, `wait` holds up the device's stream only, and the host goes on.
-        self._started(group, lambda: group.recv([hidden], peer, 0)).wait()
+        self._receive_into(hidden, group, peer)
         return hidden
+
+    def _receive_into(self, values: Tensor, group: Any, peer: int) -> None:
+        # With nccl, `wait` holds up the device's stream only, and the host goes on.
+        self._started(group, lambda: group.recv([values], peer, 0)).wait()
+
+    def _start_send(self, group: Any, values: Tensor, peer: int) -> None:
+        """Start a send, after waiting for the oldest one if too many are running."""
+        # The library reads the tensor later, so it must stay alive until then.
+        self._running.append((self._started(group, lambda: group.send([values], peer, 0)), values))
+        while len(self._running) > self._max_running:
+            work, _ = self._running.popleft()
+            work.wait()
 
     def _started(self, group: Any, start: Callable[[], Any]) -> Any:
         """Call `start`, which starts a send or a receive of `group`, and return its work, for which one can wait."""

@@ -72,7 +72,7 @@ class EngineSetup:
         """Encodes the windows of audio of prompts; None for models without cross-attention, and on decode instances."""
         self.images: PromptImages | None = self.sources
         # Rank 0 sends embeddings, and the outputs of encoders, to the others.
-        if config.reads_images and self.sources is None and model.parts.shard.rank == 0:
+        if config.reads_images and self.sources is None and model.parts.is_first_rank:
             self.images = load_images(config, device, model.dtype, max_image_tokens=batched - max_num_seqs)
         self.image_reader: ImageReader | None = None if self.images is None else self.images.reader
         """Decodes images; usable from any thread. None: this instance has no vision tower."""

@@ -23,7 +23,8 @@ def count_layers(config: EngineConfig) -> int:
     """Return the number of a decoder's layers as its config.json states it. Raises `ModelError` if the config cannot be
     read."""
     folder = model_folder(config.model)
-    names = ("num_hidden_layers", "n_layer", "num_layers")
+    # In the config of an encoder with a decoder, the other names are those of the encoder.
+    names = ("decoder_layers", "num_hidden_layers", "n_layer", "num_layers")
     try:
         stated = json.loads((folder / "config.json").read_text())
         text = stated.get("text_config") or stated

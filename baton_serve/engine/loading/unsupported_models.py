@@ -140,7 +140,6 @@ def refuse_stages(name: str, text_config: HfConfig, stage: Stage) -> None:
         "share weights, and read the embedding too": text_config.model_type in ("zamba", "zamba2"),
         "read the tokens that the indexer of another layer chooses": "shared" in types_of_indexers,
         "have two attention modules each": text_config.model_type == "longcat_flash",
-        "attend to the output of an encoder": cross_port(text_config) is not None,
         "read the KV of other layers": bool(getattr(text_config, "num_kv_shared_layers", 0)),
         "read an embedding of their own": bool(getattr(text_config, "hidden_size_per_layer_input", 0)),
     }

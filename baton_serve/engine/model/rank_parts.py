@@ -116,6 +116,11 @@ class RankParts:
         """Return True if tensor parallelism does not divide the layers, so that this rank holds all of each."""
         return self.shard.is_whole
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Return whether this is rank 0 of all ranks of the engine."""
+        return self.shard.rank == 0 and self.stage.is_first
+
     def rows(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's rows of the parameter `name` if it is divided along dimension 0; otherwise the parameter
         itself.

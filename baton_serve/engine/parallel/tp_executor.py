@@ -138,6 +138,11 @@ class PipelineExecutor:
         # The command goes out before this stage computes, so that the other stages prepare the step meanwhile.
         self._ranks.send_command(compute_command(arrays))
         with run_on_all_ranks():
+            for source in arrays.sources:
+                for values in source:
+                    # Every stage computes its layers' keys and values of them.
+                    self._ranks.group.broadcast(values)
+                    self._forward.links.pass_on(values)
             self._own.compute(arrays)
         return self._not_yet
 

@@ -333,8 +333,16 @@ class TPWorker:
     def _compute(self, command: Compute) -> None:
         # Rank 0 broadcasts one image after another, in the order in which the command lists them.
         images = [image_rows(place, self._device, self._group.broadcast) for place in command.images]
-        sources = [source_rows(place, self._device, self._group.broadcast) for place in command.sources]
+        sources = [source_rows(place, self._device, self._receive_source) for place in command.sources]
         self._executor.compute(step_arrays(command, images, sources))
+
+    def _receive_source(self, values: torch.Tensor) -> None:
+        """Fill `values` with those of rank 0: within the first stage of a pipeline, and from there through the
+        others."""
+        if self._place.stage.is_first:
+            self._group.broadcast(values)
+        if isinstance(forward := self._setup.forward, StagedForward):
+            forward.links.pass_on(values)
 
     def _receive_tokens(self, count: int) -> torch.Tensor:
         """Return `count` tokens that rank 0 broadcasts, int64 on the device."""

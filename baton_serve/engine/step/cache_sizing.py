@@ -113,9 +113,11 @@ class KVCacheBuilder:
         return int(least / self._setup.block_share)
 
     def _bytes_in_flight(self, num_tokens: int) -> int:
-        """Return the size of the activations of `num_tokens` tokens that are sent and received while a stage of a
-        pipeline computes another step; 0 without a pipeline."""
-        return 0 if self._ranks.links is None else self._ranks.links.waiting_bytes(num_tokens)
+        """Return the size of the activations of `num_tokens` tokens, or of encoder outputs, that are sent and received
+        while a stage of a pipeline computes another step; 0 without a pipeline."""
+        sources = self._setup.sources
+        num_rows = max(num_tokens, 0 if sources is None else sources.max_rows)
+        return 0 if self._ranks.links is None else self._ranks.links.waiting_bytes(num_rows)
 
     def _measure(self, masking: TokenMasker) -> list[int]:
         """Run the largest possible step. Return, by rank, how many bytes are left for the KV cache beside the weights

@@ -131,6 +131,8 @@ class InFlightStep:
     started_at: float | None
     ended_event: DeviceEvent | None = None
     """Records the end of this step, for the host tier."""
+    source_blocks: frozenset[int] = frozenset()
+    """Blocks that this step fills with cross-attention KV."""
     computed: DeviceEvent | None = None
     """Records the computation of this step's KV blocks, for transports, without what was launched after it."""
     advanced: StepResult | None = None

@@ -97,12 +97,13 @@ class StepLoop:
         """Return the KV blocks that stages of a pipeline may still be writing although the prefix cache has their
         hashes already."""
         size = self._table.limits.block_tokens
-        return {
+        blocks = {
             block
             for step in self._in_stages
             for chunk in step.plan.chunks
             for block in chunk.sequence.blocks[chunk.start // size : -(-(chunk.start + chunk.length) // size)]
         }
+        return blocks.union(*(step.source_blocks for step in self._in_stages))
 
     @property
     def num_in_stages(self) -> int:
@@ -149,6 +150,9 @@ class StepLoop:
         self.last_batch = plan.size()
         # The tokens of the steps before are not known, on which grammars depend: `choose` comes after them.
         launched = InFlightStep(plan, self._runner.start(plan, ahead=True), now if is_first else None)
+        # Before `advance`, after which sources count as encoded.
+        encoded = [chunk.sequence.source_blocks for chunk in plan.chunks if chunk.sequence.must_encode]
+        launched.source_blocks = frozenset().union(*encoded)
         launched.advanced = self._scheduler.advance(plan)
         # Before the next step: it may compute the next chunk of the same prompt, which changes the states.
         self._memory.copy_states(self._table)

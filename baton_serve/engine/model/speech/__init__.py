@@ -27,7 +27,7 @@ def load_audio(config: EngineConfig, model: LoadedModel, block_tokens: int, targ
 
     Raises `ModelError` if it cannot be loaded.
     """
-    if not model.source_tokens or not config.reads_images or model.parts.shard.rank:
+    if not model.source_tokens or not config.reads_images or not model.parts.is_first_rank:
         return None
     from baton_serve.engine.model.speech.encoder import load_encoder  # imports transformers, which takes seconds
 

@@ -17,6 +17,7 @@ from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec
 from baton_serve.engine.model.batch_inputs import SourceRows, StepInputs
 from baton_serve.engine.model.loaded_model import LoadedModel
+from baton_serve.engine.model.pipeline_stage import own_layers
 from baton_serve.engine.model.rank_parts import sum_outputs
 from baton_serve.engine.model_folder import HfConfig
 
@@ -42,6 +43,7 @@ class CrossParts:
     embed: Callable[[Tensor, Tensor], Tensor]
     """Embeds token ids at positions, both int64 [num_tokens]."""
     layers: list[CrossLayer]
+    """The decoder layers of this pipeline stage."""
     norm: nn.Module
     head: nn.Module
     num_heads: int
@@ -77,7 +79,9 @@ def cross_layers(port: CrossPort, module: nn.Module) -> tuple[tuple[KVShape, ...
 
 
 class CrossAttentionForward:
-    """Implements `Forward` for a decoder with cross-attention, such as Whisper's."""
+    """Implements `Forward`, and `StagePart` for a stage of a pipeline, for a decoder with cross-attention, such as
+    Whisper's.
+    """
 
     is_capturable = True
     parts = None
@@ -90,13 +94,20 @@ class CrossAttentionForward:
         self._parts = port.parts(model.module)
         self._specs = model.specs
         self._backend = backend
+        self._is_last = model.stage.is_last
 
     def __call__(self, inputs: StepInputs, layers: list[Tensor]) -> Tensor:
+        return self.finish(self.run_stage(inputs, layers, None))
+
+    def run_stage(self, inputs: StepInputs, layers: list[Tensor], received: Tensor | None) -> Tensor:
+        """Compute this pipeline stage's layers, and first their cross-attention keys and values of new sources; see
+        `StagePart.run_stage`.
+        """
         assert inputs.cross is not None, "steps of models with cross-attention have the blocks of sources"
         # Before any layer attends to them; a source may have been encoded for several sequences of the step.
         for source in inputs.sources:
             self._store_source(source, inputs.cross, layers)
-        hidden = self._parts.embed(inputs.input_ids, inputs.position_ids)
+        hidden = self._parts.embed(inputs.input_ids, inputs.position_ids) if received is None else received
         for number, (layer, cache, spec) in enumerate(zip(self._parts.layers, layers, self._specs, strict=True)):
             normed = layer.own_norm(hidden)
             self._store(layer.own, normed, cache, inputs.meta)
@@ -106,10 +117,16 @@ class CrossAttentionForward:
             hidden = hidden + self._attend(layer.own, normed, cache, inputs.meta, spec)
             hidden = hidden + self._attend(layer.cross, layer.cross_norm(hidden), cache, inputs.cross, spec)
             hidden = hidden + layer.mlp(layer.mlp_norm(hidden))
+        if not self._is_last:
+            return hidden
         # The head is the largest product, and most rows of a prompt need no logits.
         if inputs.logit_rows is not None:
             hidden = hidden[inputs.logit_rows]
-        return cast(Tensor, self._parts.head(self._parts.norm(hidden)))
+        return cast(Tensor, self._parts.norm(hidden))
+
+    def finish(self, hidden: Tensor) -> Tensor:
+        """Return the logits for `hidden`, the output of the last norm; see `StagePart.finish`."""
+        return cast(Tensor, self._parts.head(hidden))
 
     def _store_source(self, source: SourceRows, cross: AttentionMetadata, layers: list[Tensor]) -> None:
         """Compute the cross-attention keys and values of an encoder's output in all layers, and store them in the KV
@@ -142,6 +159,7 @@ def _whisper(module: nn.Module) -> CrossParts:
     """Return the modules of transformers' `WhisperForCausalLM` under the names of `CrossParts`."""
     whole = cast(Any, module)
     decoder = whole.model.decoder
+    layers = own_layers(decoder.layers)
 
     def embed(token_ids: Tensor, positions: Tensor) -> Tensor:
         return cast(Tensor, decoder.embed_tokens(token_ids) + F.embedding(positions, decoder.embed_positions.weight))
@@ -158,10 +176,10 @@ def _whisper(module: nn.Module) -> CrossParts:
 
     return CrossParts(
         embed,
-        [layer(part) for part in decoder.layers],
+        [layer(part) for part in layers],
         decoder.layer_norm,
         whole.proj_out,
-        decoder.layers[0].self_attn.num_heads,
+        layers[0].self_attn.num_heads,
     )
 
 

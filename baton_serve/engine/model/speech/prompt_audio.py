@@ -31,6 +31,8 @@ class PromptAudio:
         self._encoder = encoder
         self._block_tokens = block_tokens
         self._source_tokens = source_tokens
+        self.max_rows = MAX_BATCH * source_tokens
+        """The most rows of one `SourceRows`."""
         # Entries disappear with their requests, however these end.
         self._windows: WeakKeyDictionary[Request, DecodedImage | EncodedImage] = WeakKeyDictionary()
 
