@@ -131,6 +131,8 @@ class PackedExperts(nn.Module):
         super().__init__()
         self._linear = PackedLinear(library)
         self._experts = [experts]  # in a list, or torch would register the module as a child
+        # A tensor-parallel rank may hold some of the experts only.
+        self._first: int = getattr(experts, "baton_first", 0)
         stacks = [getattr(experts, name) for name in _stacks(experts)]
         self._up, self._down = ([pack(library, [weight], None) for weight in stack.data] for stack in stacks)
         for stack in stacks:
@@ -138,18 +140,22 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts for `hidden` [num_tokens, size]. `top_k_index` and
-        `top_k_weights`, the chosen experts and their weights, are [num_tokens, top_k].
+        `top_k_weights`, the chosen experts and their weights, are [num_tokens, top_k]. Experts of other ranks add
+        nothing.
         """
         num_tokens, top_k = top_k_index.shape
-        chosen, order = torch.sort(top_k_index.reshape(-1))
-        counts = torch.bincount(chosen, minlength=len(self._up)).tolist()
+        own, num_experts = top_k_index.reshape(-1) - self._first, len(self._up)
+        # Those of other ranks are last.
+        chosen, order = torch.sort(torch.where((own >= 0) & (own < num_experts), own, num_experts))
+        counts = torch.bincount(chosen, minlength=num_experts).tolist()
         rows, start = hidden[order // top_k], 0
         outputs = torch.empty_like(rows)
-        for number, count in enumerate(counts[: len(self._up)]):
+        for number, count in enumerate(counts[:num_experts]):
             if count:
                 inner = self._activated(self._linear(rows[start : start + count], self._up[number]))
                 outputs[start : start + count] = self._linear(inner, self._down[number])
                 start += count
+        outputs[start:] = 0
         # In the order of tokens again. Each expert's output counts with the weight that its token gives it.
         weighted = torch.empty_like(outputs)
         weighted[order] = (outputs * top_k_weights.reshape(-1)[order, None]).to(outputs.dtype)
