@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from baton_serve.engine import Engine
+from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import UnsupportedModelError
 from baton_serve.engine.kv.kv_cache import KVMemoryKind
+from baton_serve.engine.model.rank_parts import SplitRules, split
 from tests.adapters import write_adapter
 from tests.engine.conftest import ANSWER_TOKENS, References
 from tests.engine.driving import hand_over, make_engine, make_work, place_kv_caches, run
 from tests.engine.rank_threads import use_threads
 from tests.engine.test_adapters import PROMPT, adapted, expected_of, lora_engine
+from tests.engine.test_packed import prompt_logprobs, values
 from tests.families import HYBRIDS
 from tests.tiny_models import write_tiny_model
 from tools.model_verdicts import generating_families
@@ -120,7 +125,10 @@ def test_hybrids_answer_as_transformers(family: str, references: References) -> 
         assert own == whole // 2 if family in DIVIDED else own >= whole
 
 
-@pytest.mark.parametrize("kind", ["beam", "bitnet", "dbrx", "flex_olmo", "hy_v4", "jetmoe", "longcat_flash"])
+KINDS = ["aria_text", "beam", "bitnet", "dbrx", "flex_olmo", "hy_v4", "jetmoe", "longcat_flash"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_other_kinds_are_divided(kind: str, tmp_path: Path) -> None:
     """Norms over the columns of all ranks, biases of gates, experts whose weights are joined or that have none."""
     reference = write_family(kind, generating_families()[kind], tmp_path)
@@ -128,6 +136,34 @@ def test_layers_of_other_kinds_are_divided(kind: str, tmp_path: Path) -> None:
     for settings in ({"tensor_parallel_size": 2}, {"tensor_parallel_size": 4}, {"enable_expert_parallel": True}):
         with tiny_llm(tmp_path, **{"tensor_parallel_size": 2, **settings}) as llm:
             assert not compare(llm, reference, calls=[prompts[:2]])
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize(
+    "kind", ["aria_text", "dbrx", "gpt_oss", "jetmoe", "llama4_text", "longcat_flash", "nemotron_h"]
+)
+def test_no_rank_holds_all_of_all_experts(kind: str, by_expert: bool, tmp_path: Path) -> None:
+    reference = write_family(kind, generating_families()[kind], tmp_path)
+    ranks = [split(reference, kind, Shard(rank, 2), SplitRules(by_expert=by_expert)) for rank in range(2)]
+    mixtures = {
+        name: module
+        for name, module in reference.named_modules()
+        if type(module).__name__ in ("DbrxExperts", "JetMoeMoE") or isinstance(find(module, "down_proj"), nn.Parameter)
+    }
+    assert mixtures and set(ranks[0].experts) == (set(mixtures) if by_expert else set())
+    for name, held in ranks[0].experts.items():
+        assert held.start == 0 and held.stop == ranks[1].experts[name].start
+    weights = {
+        f"{name}.{leaf}"
+        for name, module in mixtures.items()
+        for leaf, weight in module.named_parameters()
+        if weight.dim() == 3 or leaf.startswith("mlp.")
+    }
+    assert weights and all(weights <= set(parts.tensors) for parts in ranks)
+
+
+def find(module: nn.Module, name: str) -> object:
+    return module._parameters.get(name)
 
 
 @pytest.mark.parametrize("family", UNDIVIDED)
@@ -176,11 +212,29 @@ def test_adapters_change_the_parts_of_all_ranks(family: str, tmp_path: Path) -> 
         assert run(engine)["again", 0] == expected["a"]
 
 
-@pytest.mark.parametrize("family", ["gpt_oss", "glm4_moe", "qwen3_moe", "deepseek_v3", "hunyuan_v1_moe"])
+WHOLE_EXPERTS = ["gpt_oss", "glm4_moe", "qwen3_moe", "deepseek_v3", "hunyuan_v1_moe", "llama4_text", "nemotron_h"]
+
+
+@pytest.mark.parametrize("family", WHOLE_EXPERTS)
 def test_ranks_hold_whole_experts(family: str, references: References) -> None:
     reference = references(family)
     with make_engine(reference.folder, tensor_parallel_size=2, enable_expert_parallel=True) as engine:
         assert answers_of(engine, reference.prompts) == reference.answers
+
+
+@pytest.mark.parametrize("family", ["hunyuan_v1_moe", "nemotron_h"])
+def test_ranks_hold_whole_experts_in_bf16(family: str, references: References) -> None:
+    """On some CPUs packed products take the place of transformers' experts."""
+    reference = references(family)
+    ranks = {"dtype": "bfloat16", "tensor_parallel_size": 2, "enable_prefix_caching": False}
+
+    def reported(**settings: Any) -> Tensor:
+        with make_engine(reference.folder, **settings) as engine:
+            return values(prompt_logprobs(engine, reference.prompts))
+
+    exact, by_width = reported(enable_prefix_caching=False), reported(**ranks)
+    by_expert = reported(**ranks, enable_expert_parallel=True)
+    assert (by_expert - exact).abs().mean() < 1.2 * (by_width - exact).abs().mean()
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_moe"])

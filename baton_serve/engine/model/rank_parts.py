@@ -348,28 +348,30 @@ class _Splitter:
         if (kind := type(module).__name__) in ("DbrxExperts", "JetMoeMoE"):
             (self._split_flat_experts if kind == "DbrxExperts" else self._split_jetmoe)(name, module)
             return ""
-        first, last = (getattr(module, leaf, None) for leaf in WEIGHTS)
+        # Those of Nemotron-H have no gate.
+        has_gate = hasattr(module, WEIGHTS[0]) or getattr(module, "has_gate", True)
+        names = WEIGHTS if has_gate else ("up_proj", WEIGHTS[1])
+        first, last = (getattr(module, leaf, None) for leaf in names)
         if not isinstance(first, nn.Parameter) or not isinstance(last, nn.Parameter) or first.dim() != 3:
             return None
-        is_transposed, has_halves = kind in TRANSPOSED, kind == "Llama4TextExperts"
-        # `TRANSPOSED` also decides how gate and up lie in the weight. A class that contradicts it was not compared.
-        if getattr(module, "is_transposed", is_transposed) != is_transposed:
+        is_transposed, has_halves = kind in TRANSPOSED, kind in ("AriaExperts", "Llama4TextExperts")
+        # The class also decides how gate and up lie in the weight. One that contradicts it was not compared.
+        if getattr(module, "is_transposed", is_transposed or has_halves) != (is_transposed or has_halves):
             return None
         # Experts of LongCat-Flash that return their input, and have no weights.
         has_identities = isinstance(getattr(module, "identity_expert", None), nn.Identity)
         if has_identities and self._shard.rank > 0:
             self.parts.zero_outputs.append(f"{name}.identity_expert")
-        # Experts of Llama 4 take tokens in the order of experts, of which all are there.
-        if self._by_expert and not has_identities and not has_halves:
+        if self._by_expert:
             self._split_by_expert(name, module)
             return ""
         outputs, inputs = (2, 1) if is_transposed or has_halves else (1, 2)
         width = last.shape[inputs]
         part = self._width(width)
         # gpt-oss has the gate and the other product of a column as neighbours; all others have two halves.
-        ranges = (_scaled(part, 2),) if is_transposed else (part, _moved(part, width))
-        self.parts.tensors[f"{name}.{WEIGHTS[0]}"] = TensorPart(outputs, ranges)
-        self.parts.tensors[f"{name}.{WEIGHTS[1]}"] = TensorPart(inputs, (part,))
+        ranges = (_scaled(part, 2),) if is_transposed else (part, _moved(part, width)) if has_gate else (part,)
+        self.parts.tensors[f"{name}.{names[0]}"] = TensorPart(outputs, ranges)
+        self.parts.tensors[f"{name}.{names[1]}"] = TensorPart(inputs, (part,))
         if hasattr(module, "gate_up_proj_bias"):
             self.parts.tensors[f"{name}.gate_up_proj_bias"] = TensorPart(1, ranges)
             self._add_once(f"{name}.down_proj_bias")
@@ -391,16 +393,26 @@ class _Splitter:
             self.parts.tensors[f"{name}.mlp.{leaf}"] = TensorPart(0, ranges)
 
     def _split_jetmoe(self, name: str, module: Module) -> None:
-        """Record this rank's part of the width of the experts of JetMoe, which lie in two modules."""
-        width = int(module.hidden_size)
-        part = self._width(width)
-        self.parts.tensors[f"{name}.input_linear.weight"] = TensorPart(1, (part, _moved(part, width)))
-        self.parts.tensors[f"{name}.output_linear.weight"] = TensorPart(2, (part,))
+        """Record this rank's part of the experts of JetMoe, which lie in two modules: some whole experts, or a range of
+        each one's width.
+        """
+        first, last = f"{name}.input_linear", f"{name}.output_linear"
+        if self._by_expert:
+            own = self._own_experts(name, int(module.input_linear.num_experts))
+            for leaf in (first, last):
+                self.parts.tensors[f"{leaf}.weight"] = TensorPart(0, (own,))
+                self.parts.numbers[f"{leaf}.num_experts"] = own.stop - own.start
+        else:
+            width = int(module.hidden_size)
+            part = self._width(width)
+            self.parts.tensors[f"{first}.weight"] = TensorPart(1, (part, _moved(part, width)))
+            self.parts.tensors[f"{last}.weight"] = TensorPart(2, (part,))
         self._add_once(f"{name}.bias")
 
     def _split_by_expert(self, name: str, module: Module) -> None:
         """Record which experts of the module `name` this rank holds: a range of about total / ranks experts."""
-        own = self._own_experts(name, len(getattr(module, WEIGHTS[0])))
+        # The first weight of LongCat-Flash has unused rows for the experts that return their input.
+        own = self._own_experts(name, len(getattr(module, WEIGHTS[1])))
         for leaf, _ in module.named_parameters(recurse=False):
             self.parts.tensors[f"{name}.{leaf}"] = TensorPart(0, (own,))
 
@@ -512,18 +524,70 @@ class ZeroOutput(nn.Module):
 
 def _narrow_experts(experts: Module, held: slice) -> None:
     """Change the forward of a module that holds only the experts `held`: choices of other experts contribute zero."""
-    whole = experts.forward
     count = held.stop - held.start
+    experts.baton_first = held.start
+    match type(experts).__name__:
+        case "JetMoeMoE":
+            _narrow_router(experts.router, held)
+        case "Llama4TextExperts":
+            _narrow_rows(experts, held)
+        case _:
+            _narrow_choices(experts, held)
+    if hasattr(experts, "num_experts"):
+        experts.num_experts = count
+
+
+def _narrow_choices(experts: Module, held: slice) -> None:
+    """Change the forward of a module of experts that gets each token's choices. Numbers beyond those of all experts
+    choose an expert that returns its input (LongCat-Flash).
+    """
+    whole, count = experts.forward, held.stop - held.start
+    total = getattr(experts, "num_routed_experts", None)
+    if total is not None:
+        experts.num_routed_experts, experts.total_experts = count, count + 1
 
     def forward(hidden: Tensor, chosen: Tensor, weights: Tensor, *rest: Any) -> Any:
         own = chosen - held.start
         # Shapes must not depend on what was chosen: experts of other ranks become expert 0 with the weight 0.
         is_here = (own >= 0) & (own < count)
-        return whole(hidden, torch.where(is_here, own, 0), torch.where(is_here, weights, 0.0), *rest)
+        own, own_weights = torch.where(is_here, own, 0), torch.where(is_here, weights, 0.0)
+        if total is not None:
+            own = torch.where(chosen >= total, count, own)
+            own_weights = torch.where(chosen >= total, weights, own_weights)
+        return whole(hidden, own, own_weights, *rest)
 
-    experts.forward, experts.baton_first = forward, held.start
-    if hasattr(experts, "num_experts"):
-        experts.num_experts = count
+    experts.forward = forward
+
+
+def _narrow_rows(experts: Module, held: slice) -> None:
+    """Change the forward of Llama 4's experts, which gets the rows of all tokens for one expert after another,
+    [experts * num_tokens, hidden]: those of other ranks become zero.
+    """
+    whole, total = experts.forward, int(experts.num_experts)
+
+    def forward(hidden: Tensor) -> Tensor:
+        rows = hidden.view(total, -1, hidden.shape[-1])
+        output = torch.zeros_like(rows)
+        own = rows[held]
+        output[held] = whole(own.reshape(-1, hidden.shape[-1])).view(own.shape)
+        return output.view(hidden.shape)
+
+    experts.forward = forward
+
+
+def _narrow_router(router: Module, held: slice) -> None:
+    """Change the forward of JetMoe's router, which sorts the choices of all tokens by expert, so that it returns those
+    of the experts `held` only.
+    """
+    whole = router.forward
+
+    def forward(hidden: Tensor) -> tuple[Any, ...]:
+        places, rows, weights, counts, logits = whole(hidden)
+        start = sum(counts[: held.start])
+        own = slice(start, start + sum(counts[held]))
+        return places[own], rows[own], weights[own], counts[held], logits
+
+    router.forward = forward
 
 
 def _scaled(part: slice, factor: int) -> slice:
