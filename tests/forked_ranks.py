@@ -12,6 +12,7 @@ import multiprocessing.forkserver as stdlib
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -81,14 +82,28 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     """Return the other ranks of an engine of the process `pid`, whose children forks are not."""
     found = []
     for process in psutil.process_iter():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name() == _name(pid):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            threads = Path(f"/proc/{process.pid}/task").glob("*/comm")
+            if any(thread.read_text().strip() == _name(pid) for thread in threads):
                 found.append(process)
     return found
 
 
 def _name(parent: int) -> str:
     return f"rank {parent}"
+
+
+def _show_name(name: str) -> None:
+    """Give this process a thread with this name, by which others find it. On devices the main thread is renamed."""
+    is_named = threading.Event()
+
+    def carry() -> None:
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
+        is_named.set()
+        threading.Event().wait()
+
+    threading.Thread(target=carry, daemon=True).start()
+    is_named.wait()
 
 
 def use_own_memory() -> None:
@@ -118,7 +133,7 @@ def _run(
         end.close()
     os.environ.clear()
     os.environ.update(variables)
-    Path("/proc/self/comm").write_text(_name(parent))
+    _show_name(_name(parent))
     use_own_memory()
     os._exit(importlib.import_module(program).main([str(connection.detach()), str(parent)]))
 
