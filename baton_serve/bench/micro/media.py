@@ -117,6 +117,7 @@ class ImageCases:
         self._token_id = family.image_token_id
         self.image_tokens = num_embeddings(family.parts(width=side, height=side))
         self._draw = np.random.default_rng(11)
+        self._num_rounds = 0
 
     def round(self) -> dict[str, float]:
         """Return the seconds of each case, and the numbers of cached tokens of prompts whose prefix is cached or new,
@@ -125,11 +126,16 @@ class ImageCases:
         started = time.perf_counter()
         pixels = self._works.read(file)
         found = {"read": time.perf_counter() - started}
-        for state in ("new", "cached"):
-            image = self._image_prompt(file)
-            found[f"hits of {state} image"], found[f"{state} image"] = self._measured(image, pixels)
-            plain = self._works.work([*text, *self._text(self._text_tokens)], [], 1)
-            found[f"hits of {state} text"], found[f"{state} text"] = self._measured(plain, NO_PIXELS)
+        # The first request after a long one is slower than the next, so the order changes with each round.
+        self._num_rounds += 1
+        kinds = ("image", "text") if self._num_rounds % 2 else ("text", "image")
+        for state, kind in itertools.product(("new", "cached"), kinds):
+            is_image = kind == "image"
+            plain = [*text, *self._text(self._text_tokens)]
+            work = self._image_prompt(file) if is_image else self._works.work(plain, [], 1)
+            found[f"hits of {state} {kind}"], found[f"{state} {kind}"] = self._measured(
+                work, pixels if is_image else NO_PIXELS
+            )
         for state, other in (("new", random_image(self._draw.bytes, self._side, self._side)), ("cached", file)):
             work = self._image_prompt(other)
             started = time.perf_counter()
