@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from baton_serve.contracts.media import VideoFile, VideoTask
+from baton_serve.contracts.media import MAX_ASPECT, MAX_FRAME_SIDE, VideoFile, VideoTask, is_strip
 
 FORMATS = ("mov", "matroska", "avi", "gif", "mpegts", "mpeg", "ogg")
 """Accepted containers, as FFmpeg names them. Playlists, which name other files and hosts, are not among them."""
@@ -160,12 +160,17 @@ def _stream(container: Any, task: VideoTask) -> Any:
 
 
 def _check_size(width: int, height: int, task: VideoTask) -> None:
-    """Raise `VideoError` unless a frame has pixels, and not too many."""
+    """Raise `VideoError` unless a frame has pixels, not too many of them, and sides of which both may be processed."""
     if width < 1 or height < 1:
         raise VideoError("its frames have no size")
     if width * height > task.max_pixels:
         raise VideoError(
             f"its frames have {width * height} pixels, the limit is {task.max_pixels} (--max-image-pixels)"
+        )
+    if is_strip(width, height) or max(width, height) > MAX_FRAME_SIDE:
+        raise VideoError(
+            f"its frames have {width} x {height} pixels: the longer side may be at most {MAX_ASPECT} times the shorter,"
+            f" and have {MAX_FRAME_SIDE} pixels"
         )
 
 

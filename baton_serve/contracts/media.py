@@ -29,6 +29,9 @@ MAX_ASPECT = 100
 """Maximum ratio of the longer to the shorter side. Image processors scale the shorter side up to the tower's size and
 the longer one in proportion: an image of a few pixels by thousands would become gigabytes."""
 
+MAX_FRAME_SIDE = 1 << 15
+"""Largest width and height of a video's frame in pixels."""
+
 MAX_VIDEO_FRAMES = 2048
 """Maximum number of frames of one video that a model sees."""
 
@@ -88,8 +91,8 @@ Spans = Annotated[list[MediaSpan], Meta(max_length=MAX_IMAGES)]
 class Clip(msgspec.Struct, frozen=True, kw_only=True):
     """The frames of a video that a model sees."""
 
-    width: Annotated[int, Meta(ge=1, le=1 << 15)]
-    height: Annotated[int, Meta(ge=1, le=1 << 15)]
+    width: Annotated[int, Meta(ge=1, le=MAX_FRAME_SIDE)]
+    height: Annotated[int, Meta(ge=1, le=MAX_FRAME_SIDE)]
     num_frames: Annotated[int, Meta(ge=1)]
     """Number of frames of the whole video."""
     fps: Annotated[float, Meta(gt=0)]

@@ -175,6 +175,13 @@ def test_hostile_files_are_refused(file: bytes, why: str) -> None:
     assert caught.value.code == "invalid_video"
 
 
+def test_frames_that_are_strips_are_refused() -> None:
+    """The instance refused the width of 100,000 x 1 pixels, by the name of a field."""
+    with pytest.raises(BadRequestError, match="2440 x 24 pixels: the longer side may be at most 100 times") as caught:
+        checked(video(1, count=3, size=(2440, 24)))
+    assert caught.value.code == "invalid_video"
+
+
 def test_a_decoder_that_ends_or_never_ends_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "baton_serve.services.router.text.multimodal.video_probe"
     monkeypatch.setattr(f"{name}._WALL_S", 0.3)
