@@ -34,12 +34,12 @@ from baton_serve.engine.model.lora.slots import NUM_ROW_ARRAYS, AdapterSlots, so
 from baton_serve.engine.model.mrope_positions import first_shifts
 from baton_serve.engine.model.pipeline_stage import CapturedStage
 
-LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, CONTEXTS, ADAPTERS = range(8)
+LAST, TOKENS, TOKEN_AT, POSITIONS, SLOTS, TABLE_ROWS, STATES, CONTEXTS, ADAPTERS = range(9)
 """Rows of the input array.
 
 LAST, the last token of each batch slot, is written by the device only; the other rows are copied from the host.
-TOKEN_AT is the index of a sequence's token in the first two rows, read as one. The rows from ADAPTERS on are
-those of `sorted_rows`.
+TOKEN_AT is the index of a sequence's token in the first two rows, read as one. STATES are the sequences' rows in the
+memory of recurrent states, negative for padding. The rows from ADAPTERS on are those of `sorted_rows`.
 """
 
 
@@ -77,7 +77,7 @@ def batch_size_buckets(max_num_seqs: int) -> list[int]:
 class DecodeArrays:
     """The inputs of a decode step that replays a captured graph, in host memory."""
 
-    inputs: NDArray[np.int64]  # [6, batch], rows TOKENS to CONTEXTS, the last one int32
+    inputs: NDArray[np.int64]  # [7, batch], rows TOKENS to CONTEXTS, the last one int32
     changes: NDArray[np.int64] | None
     """Changes of the block tables, as `BlockTables.take_changes` returns them; None: no change."""
     adapters: Sequence[str] = ()
@@ -120,7 +120,7 @@ def build_inputs(plan: ScheduledBatch, tables: BlockTables, limits: SchedulerCon
     host[POSITIONS] = indexes + first_shifts(plan) if limits.has_position_rows else indexes
     host[SLOTS] = tables.host[rows, indexes // block_tokens].astype(np.int64) * block_tokens
     host[SLOTS] += indexes % block_tokens
-    host[TABLE_ROWS] = rows
+    host[TABLE_ROWS] = host[STATES] = rows  # a sequence's states have the number of its block table
     host[CONTEXTS].view(np.int32)[:count] = indexes + 1
     named = adapters if any(adapters) else ()
     return DecodeArrays(host[TOKENS:], tables.take_changes(), named, source_tables(plan, limits))
@@ -275,7 +275,8 @@ class DecodeGraphs:
             # Groups may share blocks here: each layer attends before the next one with the same place stores.
             self._tables.fill(number, table)
             host[TOKENS, number], host[POSITIONS, number] = number % 7, context - 1
-            host[TOKEN_AT, number], host[TABLE_ROWS, number] = self._width + number, number
+            host[TOKEN_AT, number] = self._width + number
+            host[TABLE_ROWS, number] = host[STATES, number] = number
             host[SLOTS, number] = table[-1] * blocks.block_tokens + (context - 1) % blocks.block_tokens
             host[CONTEXTS].view(np.int32)[number] = context
 
@@ -338,7 +339,7 @@ class DecodeGraphs:
         # Padding writes its token to the extra column, so it changes no sequence's last token.
         host[TOKEN_AT, start:end] = self._width + start
         host[TABLE_ROWS, start:end] = self._width - 1
-        host[SLOTS, start:end] = -1
+        host[SLOTS, start:end] = host[STATES, start:end] = -1
         host[CONTEXTS].view(np.int32)[start:end] = 0
 
     def _capture_sizes(self, capture: CaptureGraph, sizes: list[int], slots: AdapterSlots | None) -> dict[int, Graph]:
@@ -399,11 +400,7 @@ class DecodeGraphs:
         return group_metas(meta, tables, slots, self._limits.layer_groups)
 
     def _step_states(self, inputs: Tensor) -> StepStates | None:
-        if not self._states:
-            return None
-        # The row of a sequence's block table is that of its states. Padding has none.
-        slots = torch.where(inputs[SLOTS] < 0, -1, inputs[TABLE_ROWS])
-        return StepStates(slots, [1] * inputs.shape[1], self._states)
+        return StepStates(inputs[STATES], [1] * inputs.shape[1], self._states) if self._states else None
 
     def _vocab_size(self, logits: Tensor) -> int:
         return logits.shape[1] if self._parts is None else self._parts.vocab_size
