@@ -176,6 +176,8 @@ def _check_size(width: int, height: int, task: VideoTask) -> None:
 
 def _frames(container: Any, task: VideoTask, found: VideoFile) -> Iterator[memoryview]:
     """Yield the wanted frames. Raises `VideoError` if some of them do not exist."""
+    # `_prepare` has loaded it, before memory was bounded. A process that only describes a file does not need it.
+    numpy: Any = importlib.import_module("numpy")
     stream = _stream(container, task)
     stream.thread_type = "AUTO"
     wanted = iter(task.indexes)
@@ -187,7 +189,8 @@ def _frames(container: Any, task: VideoTask, found: VideoFile) -> Iterator[memor
             raise VideoError("its frames have several sizes")
         if due != number - 1:
             continue
-        last = frame.to_ndarray(format="rgb24").data.cast("B")
+        # Rows of some widths have padding behind them.
+        last = numpy.ascontiguousarray(frame.to_ndarray(format="rgb24")).data.cast("B")
         while due == number - 1:
             yield last
             due = next(wanted, None)

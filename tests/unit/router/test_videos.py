@@ -3,16 +3,20 @@
 import asyncio
 import struct
 from collections.abc import Awaitable, Callable
+from importlib import import_module
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
-from baton_serve.contracts.media import digest_of, split_header
+from baton_serve.contracts.media import Clip, digest_of, split_header
 from baton_serve.contracts.messages import Prefill
 from baton_serve.contracts.vision import image_family
 from baton_serve.contracts.vision.model_files import ModelFacts
+from baton_serve.engine.model.vision.video_reader import frames_of
 from baton_serve.services.router.protocol.errors import BadRequestError, ModelFolderError
 from baton_serve.services.router.protocol.image_limits import ImageLimits
 from baton_serve.services.router.settings import RouterSettings
@@ -173,6 +177,18 @@ def test_hostile_files_are_refused(file: bytes, why: str) -> None:
     with pytest.raises(BadRequestError, match=why) as caught:
         checked(file, max_video_s=20.0, max_pixels=40_000)
     assert caught.value.code == "invalid_video"
+
+
+@pytest.mark.parametrize("width", [50, 64, 66, 540])
+def test_frames_of_any_width_are_those_of_the_file(width: int) -> None:
+    """Rows of most widths have padding behind them in the decoder's memory, and the process that decodes ended."""
+    file = video(3, kind="avi", count=6, size=(width, 48))
+    with import_module("av").open(BytesIO(file)) as container:
+        wanted = [frame.to_ndarray(format="rgb24").transpose(2, 0, 1) for frame in container.decode(video=0)]
+    clip = Clip(width=width, height=48, num_frames=6, fps=8.0, indexes=[0, 3, 3, 5])
+    found = [frame.numpy() for frame in frames_of(file, clip)]
+    assert len(found) == 4
+    assert all(np.array_equal(one, wanted[index]) for one, index in zip(found, clip.indexes, strict=True))
 
 
 def test_frames_that_are_strips_are_refused() -> None:
