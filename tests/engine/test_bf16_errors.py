@@ -25,7 +25,7 @@ LENGTHS = (9, 33, 70, 120)
 
 
 def write_rounded(folder: Path, family: str) -> Path:
-    """Write a tiny model in float32 with weights that bf16 holds exactly, so that these are no part of the error."""
+    """Write a tiny model in float32 with weights that bf16 holds exactly, so that rounding them causes no error."""
     write_tiny_model(folder, family)
     for file in folder.glob("*.safetensors"):
         stored = load_file(file)
