@@ -345,9 +345,9 @@ def _pass_kernel(  # noqa: PLR0913
     seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + seq)
     start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
-    # The chunks up to the inner checkpoint come first. Without one there are none, and nothing is stored after them.
+    # The chunk that begins at the inner checkpoint, which lies at none without one.
     to = tl.load(inner_slots + seq, seq < num_inner, other=-1)
-    begin, until = start, tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), start)
+    inner = tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), -1)
     if (slot >= 0) & (end > start):
         dim, column = tl.arange(0, keys), tl.program_id(0) * values + tl.arange(0, values)
         place = tl.arange(0, chunk)
@@ -361,24 +361,25 @@ def _pass_kernel(  # noqa: PLR0913
         in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
         in_values = place[:, None] * (num_heads * value_size) + column[None, :]
         in_scores = place[:, None] * (num_heads * chunk) + place[None, :]
-        for _ in range(2):
-            for first in range(begin, until, chunk):
-                live = first + place < end
-                row = (start.to(tl.int64) + (first - start)) * num_heads + head
-                rows, mask = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
-                seen = tl.load(seen_keys + row * key_size + in_keys, rows, other=0.0)
-                update = tl.load(new_values + row * value_size + in_values, mask, other=0.0).to(tl.float32)
-                # Matrix units read the model's dtype; sums and the state stay float32.
-                narrow = state.to(dtype)
-                update = (update - tl.dot(seen, narrow, input_precision=precision)).to(dtype)
-                query = tl.load(asking + row * key_size + in_keys, rows, other=0.0)
-                result = tl.dot(query, narrow, input_precision=precision)
-                products = tl.load(scores + row * chunk + in_scores, live[:, None], other=0.0)
-                result = tl.dot(products, update, result, input_precision=precision)
-                tl.store(output + row * value_size + in_values, result.to(dtype), mask)
-                key = tl.load(adding + row * key_size + in_keys, rows, other=0.0)
-                number = (start // chunk + seq + (first - start) // chunk).to(tl.int64)
-                final = tl.load(finals + (number * num_heads + head) * key_size + dim, in_key, other=0.0)
-                state = tl.dot(tl.trans(key), update, state * final[:, None], input_precision=precision)
-            tl.store(at_state + to * state_stride, state, in_state & (to >= 0))
-            begin, until, to = until, end, slot
+        for first in range(start, end, chunk):
+            # One loop: two, before and behind the checkpoint, gave wrong products on Hopper (Triton 3.6).
+            if first == inner:
+                tl.store(at_state + to * state_stride, state, in_state)
+            live = first + place < end
+            row = (start.to(tl.int64) + (first - start)) * num_heads + head
+            rows, mask = live[:, None] & in_key[None, :], live[:, None] & in_value[None, :]
+            seen = tl.load(seen_keys + row * key_size + in_keys, rows, other=0.0)
+            update = tl.load(new_values + row * value_size + in_values, mask, other=0.0).to(tl.float32)
+            # Matrix units read the model's dtype; sums and the state stay float32.
+            narrow = state.to(dtype)
+            update = (update - tl.dot(seen, narrow, input_precision=precision)).to(dtype)
+            query = tl.load(asking + row * key_size + in_keys, rows, other=0.0)
+            result = tl.dot(query, narrow, input_precision=precision)
+            products = tl.load(scores + row * chunk + in_scores, live[:, None], other=0.0)
+            result = tl.dot(products, update, result, input_precision=precision)
+            tl.store(output + row * value_size + in_values, result.to(dtype), mask)
+            key = tl.load(adding + row * key_size + in_keys, rows, other=0.0)
+            number = (start // chunk + seq + (first - start) // chunk).to(tl.int64)
+            final = tl.load(finals + (number * num_heads + head) * key_size + dim, in_key, other=0.0)
+            state = tl.dot(tl.trans(key), update, state * final[:, None], input_precision=precision)
+        tl.store(at_state + slot * state_stride, state, in_state)

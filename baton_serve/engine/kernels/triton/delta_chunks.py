@@ -293,9 +293,9 @@ def _pass_kernel(  # noqa: PLR0913, PLR0915
     seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + seq)
     start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
-    # The chunks up to the inner checkpoint come first. Without one there are none, and nothing is stored after them.
+    # The chunk that begins at the inner checkpoint, which lies at none without one.
     to = tl.load(inner_slots + seq, seq < num_inner, other=-1)
-    begin, until = start, tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), start)
+    inner = tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), -1)
     if (slot >= 0) & (end > start):
         dim, column = tl.arange(0, keys), tl.program_id(0) * values + tl.arange(0, values)
         place = tl.arange(0, chunk)
@@ -311,32 +311,33 @@ def _pass_kernel(  # noqa: PLR0913, PLR0915
         in_keys = place[:, None] * (num_heads * key_size) + dim[None, :]
         in_values = place[:, None] * (num_heads * value_size) + column[None, :]
         in_scores = place[:, None] * (num_heads * chunk) + place[None, :]
-        for _ in range(2):
-            for first in range(begin, until, chunk):
-                live = first + place < end
-                row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
-                final = tl.load(totals + last * num_heads + head)
-                rows = live[:, None] & in_key[None, :]
-                at_query = qkv + row * qkv_stride + head // group * key_size
-                query = tl.load(at_query + in_row, rows, other=0.0)
-                key = tl.load(at_query + width + in_row, rows, other=0.0)
-                at_factor = factors + row * num_heads + head + place * num_heads
-                entering = tl.load(at_factor, live, other=0.0)
-                leaving = tl.load(at_factor + num_tokens.to(tl.int64) * num_heads, live, other=0.0)
-                at_scores = scores + (row * num_heads + head) * chunk
-                score = tl.load(at_scores + in_scores, live[:, None], other=0.0)
-                # The keys of the update, times the state, are the part of earlier chunks in its values.
-                seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
-                mask = live[:, None] & in_value[None, :]
-                from_row = (row * num_heads + head) * value_size
-                update = tl.load(new_values + from_row + in_values, mask, other=0.0).to(tl.float32)
-                # Matrix units read the model's dtype; sums, decays and the state stay float32.
-                narrow = state.to(dtype)
-                update -= tl.dot(seen, narrow, input_precision=precision)
-                result = tl.dot(query, narrow, input_precision=precision) * entering[:, None]
-                result = tl.dot(score, update.to(dtype), result, input_precision=precision)
-                tl.store(output + from_row + in_values, result.to(dtype), mask)
-                update = (update * leaving[:, None]).to(dtype)
-                state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
-            tl.store(at_state + to * state_stride, state, in_state & (to >= 0))
-            begin, until, to = until, end, slot
+        for first in range(start, end, chunk):
+            # One loop: two, before and behind the checkpoint, gave wrong products on Hopper (Triton 3.6).
+            if first == inner:
+                tl.store(at_state + to * state_stride, state, in_state)
+            live = first + place < end
+            row, last = start.to(tl.int64) + (first - start), (tl.minimum(first + chunk, end) - 1).to(tl.int64)
+            final = tl.load(totals + last * num_heads + head)
+            rows = live[:, None] & in_key[None, :]
+            at_query = qkv + row * qkv_stride + head // group * key_size
+            query = tl.load(at_query + in_row, rows, other=0.0)
+            key = tl.load(at_query + width + in_row, rows, other=0.0)
+            at_factor = factors + row * num_heads + head + place * num_heads
+            entering = tl.load(at_factor, live, other=0.0)
+            leaving = tl.load(at_factor + num_tokens.to(tl.int64) * num_heads, live, other=0.0)
+            at_scores = scores + (row * num_heads + head) * chunk
+            score = tl.load(at_scores + in_scores, live[:, None], other=0.0)
+            # The keys of the update, times the state, are the part of earlier chunks in its values.
+            seen = tl.load(seen_keys + (row * num_heads + head) * key_size + in_keys, rows, other=0.0)
+            mask = live[:, None] & in_value[None, :]
+            from_row = (row * num_heads + head) * value_size
+            update = tl.load(new_values + from_row + in_values, mask, other=0.0).to(tl.float32)
+            # Matrix units read the model's dtype; sums, decays and the state stay float32.
+            narrow = state.to(dtype)
+            update -= tl.dot(seen, narrow, input_precision=precision)
+            result = tl.dot(query, narrow, input_precision=precision) * entering[:, None]
+            result = tl.dot(score, update.to(dtype), result, input_precision=precision)
+            tl.store(output + from_row + in_values, result.to(dtype), mask)
+            update = (update * leaving[:, None]).to(dtype)
+            state = tl.dot(tl.trans(key), update, state * tl.exp(final), input_precision=precision)
+        tl.store(at_state + slot * state_stride, state, in_state)

@@ -226,9 +226,9 @@ def _chunks_kernel(  # noqa: PLR0913, PLR0915
     seq, head = tl.program_id(2), tl.program_id(1)
     slot = tl.load(slots + seq)
     start, end = tl.load(starts + seq), tl.load(starts + seq + 1)
-    # The chunks up to the inner checkpoint come first. Without one there are none, and nothing is stored after them.
+    # The chunk that begins at the inner checkpoint, which lies at none without one.
     to = tl.load(inner_slots + seq, seq < num_inner, other=-1)
-    begin, until = start, tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), start)
+    inner = tl.where(to >= 0, start + tl.load(inner_tokens + seq, seq < num_inner, other=0), -1)
     if (slot >= 0) & (end > start):
         dim, column = tl.program_id(0) * values + tl.arange(0, values), tl.arange(0, keys)
         place = tl.arange(0, chunk)
@@ -249,41 +249,42 @@ def _chunks_kernel(  # noqa: PLR0913, PLR0915
         in_x = place[:, None] * xbc_stride + dim[None, :]
         in_b = place[:, None] * xbc_stride + column[None, :]
         in_output = place[:, None] * width + dim[None, :]
-        for _ in range(2):
-            for first in range(begin, until, chunk):
-                live = first + place < end
-                row = start.to(tl.int64) + (first - start)
-                if is_constant:
-                    size = live.to(tl.float32)
-                else:
-                    at_step = step + row * step_stride + head + place * step_stride
-                    size = softplus(tl.load(at_step, live, other=0.0).to(tl.float32) + bias)
-                    if end - start > 1:
-                        size = tl.minimum(tl.maximum(size, shortest), longest)
-                    # Rows behind the end decay nothing and add nothing.
-                    size = tl.where(live, size, 0.0)
-                total = tl.cumsum(size * log_decay, 0)
-                final = tl.sum(size * log_decay, 0)
-                rows, inputs = live[:, None] & in_size[None, :], live[:, None] & in_head[None, :]
-                at_b = xbc + row * xbc_stride + b_at + head // group * b_step
-                b = tl.load(at_b + in_b, rows, other=0.0)
-                c = tl.load(at_b + c_behind + in_b, rows, other=0.0)
-                x = tl.load(xbc + row * xbc_stride + x_at + head * x_step + in_x, inputs, other=0.0)
-                below = place[:, None] >= place[None, :]
-                # Above the diagonal the exponent is positive and might overflow.
-                between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
-                scores = tl.dot(c, tl.trans(b), input_precision=precision)
-                # Matrix units read the model's dtype; sums, decays and the state stay float32.
-                scores = tl.where(below, scores * between * size[None, :], 0.0).to(dtype)
-                result = tl.dot(c, state.to(dtype), input_precision=precision) * tl.exp(total)[:, None]
-                result = tl.dot(scores, x, result, input_precision=precision)
-                wide = x.to(tl.float32)
-                if not is_constant:
-                    result += wide * factor
-                at_output = output + row * width + head * head_dim
-                tl.store(at_output + in_output, result.to(dtype), inputs)
-                # A token's input decays until the end of the chunk.
-                update = (wide * (size * tl.exp(final - total))[:, None]).to(dtype)
-                state = tl.dot(tl.trans(b), update, state * tl.exp(final), input_precision=precision)
-            tl.store(at_state + to * state_stride, state, in_state & (to >= 0))
-            begin, until, to = until, end, slot
+        for first in range(start, end, chunk):
+            # One loop: two, before and behind the checkpoint, gave wrong products on Hopper (Triton 3.6).
+            if first == inner:
+                tl.store(at_state + to * state_stride, state, in_state)
+            live = first + place < end
+            row = start.to(tl.int64) + (first - start)
+            if is_constant:
+                size = live.to(tl.float32)
+            else:
+                at_step = step + row * step_stride + head + place * step_stride
+                size = softplus(tl.load(at_step, live, other=0.0).to(tl.float32) + bias)
+                if end - start > 1:
+                    size = tl.minimum(tl.maximum(size, shortest), longest)
+                # Rows behind the end decay nothing and add nothing.
+                size = tl.where(live, size, 0.0)
+            total = tl.cumsum(size * log_decay, 0)
+            final = tl.sum(size * log_decay, 0)
+            rows, inputs = live[:, None] & in_size[None, :], live[:, None] & in_head[None, :]
+            at_b = xbc + row * xbc_stride + b_at + head // group * b_step
+            b = tl.load(at_b + in_b, rows, other=0.0)
+            c = tl.load(at_b + c_behind + in_b, rows, other=0.0)
+            x = tl.load(xbc + row * xbc_stride + x_at + head * x_step + in_x, inputs, other=0.0)
+            below = place[:, None] >= place[None, :]
+            # Above the diagonal the exponent is positive and might overflow.
+            between = tl.exp(tl.where(below, total[:, None] - total[None, :], 0.0))
+            scores = tl.dot(c, tl.trans(b), input_precision=precision)
+            # Matrix units read the model's dtype; sums, decays and the state stay float32.
+            scores = tl.where(below, scores * between * size[None, :], 0.0).to(dtype)
+            result = tl.dot(c, state.to(dtype), input_precision=precision) * tl.exp(total)[:, None]
+            result = tl.dot(scores, x, result, input_precision=precision)
+            wide = x.to(tl.float32)
+            if not is_constant:
+                result += wide * factor
+            at_output = output + row * width + head * head_dim
+            tl.store(at_output + in_output, result.to(dtype), inputs)
+            # A token's input decays until the end of the chunk.
+            update = (wide * (size * tl.exp(final - total))[:, None]).to(dtype)
+            state = tl.dot(tl.trans(b), update, state * tl.exp(final), input_precision=precision)
+        tl.store(at_state + slot * state_stride, state, in_state)
