@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from typing import Protocol
 
 import msgspec
@@ -18,7 +18,7 @@ import torch
 from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file
+from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file, split_header
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.device import DTYPES
@@ -37,6 +37,10 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 
 logger = logging.getLogger(__name__)
 
+
+MAX_VIDEO_PROMPTS = 4
+"""Largest number of prompts whose videos one instance decodes at a time. A video may take a minute: without a bound,
+videos take all threads, of which Python starts at least five, and images wait for them."""
 
 PEER_FAULTS = (PeerLost, TransferTimeout, Corrupt, TimeoutError)
 """Errors that mean that the encode instance is dead, frozen or broken. One that refuses a single file works."""
@@ -207,6 +211,7 @@ class PromptImageSource:
         """Without `reader`, this instance computes no prompts with images; without `fetcher` it encodes all itself."""
         self._kept = None if reader is None else KeptPictures(reader)
         self._fetcher = fetcher
+        self._videos = asyncio.Semaphore(MAX_VIDEO_PROMPTS)
 
     async def images(self, request: AttemptEntry, message: Prefill | Generate) -> Pixels:
         """Return the images of a prompt: fetched embeddings, and the pixels of the other files.
@@ -231,4 +236,13 @@ class PromptImageSource:
             return kept.read(root, (file for file in files if not has_come(file)))
 
         # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
-        return {**await asyncio.to_thread(decode), **fetched}
+        async with self._videos if any(map(_is_video, files)) else nullcontext():
+            return {**await asyncio.to_thread(decode), **fetched}
+
+
+def _is_video(file: bytes) -> bool:
+    try:
+        return split_header(file)[0].clip is not None
+    # The reader reports a broken header.
+    except msgspec.MsgspecError:
+        return False
