@@ -19,6 +19,8 @@ from tests.tiny_models import write_tiny_model
 pytestmark = pytest.mark.slow
 
 FAMILIES = ["llama", "gemma", "gemma3n", "granite", "cohere2", "glm4", "olmo2", "phi", "bloom", "youtu"]
+MIXTURES = ["qwen3_moe", "qwen2_moe", "gpt_oss", "granitemoe", "deepseek_v3", "glm4_moe", "mixtral", "olmoe"]
+"""A token that chooses other experts because of rounding is far away: of these the median counts."""
 HYBRIDS = ["qwen3_5", "jamba", "bamba", "lfm2"]
 MAX_RATIO = 1.5
 LENGTHS = (9, 33, 70, 120)
@@ -46,7 +48,7 @@ def logprobs_of_transformers(folder: Path, prompts: list[list[int]], dtype: torc
 
 
 @pytest.mark.parametrize("kernels", ["own", "twins"])
-@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS, *MIXTURES])
 def test_errors_are_those_of_transformers(
     family: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,4 +60,5 @@ def test_errors_are_those_of_transformers(
         monkeypatch.setattr(kernel_shapes, "kernel_candidates", lambda *_: KernelCandidates())
     with make(folder, dtype="bfloat16") as engine:
         found = values(prompt_logprobs(engine, prompts))
-    assert (found - exact).abs().mean() < MAX_RATIO * (rounded - exact).abs().mean()
+    middle = torch.median if family in MIXTURES else torch.mean
+    assert middle((found - exact).abs()) < MAX_RATIO * middle((rounded - exact).abs())

@@ -1,7 +1,7 @@
 """The weights of decoder layers in the form that fused kernels read: which modules can be packed, and packing them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -13,6 +13,7 @@ from baton_serve.engine.kernels import (
     Linear,
     Norm,
 )
+from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, scales_of
 from baton_serve.engine.model.fused_mixers import (
     MixerTools,
@@ -128,6 +129,8 @@ def pack_layers(
         )
         mlp = ResidualSum(family.norm_at(layer, family.mlp_output_norm), after, residual_scale)
         packed.append(_pack_layer(layer, family, tools, attention, mlp, can_mix=has_silu))
+        if offload is None:
+            packed[-1] = _with_packed_experts(packed[-1], tools.layers)
         if offload is not None and is_held:
             offload.hold(number, (layer, packed[-1]), (tools.layers, tools.mixers, tools.attention))
     return packed
@@ -173,6 +176,21 @@ def _pack_layer(
         mlp=mlp,
         mixer=None if packed is None else packed.mixer,
     )
+
+
+def _with_packed_experts(layer: Layer, kernels: LayerKernels) -> Layer:
+    """Return the layer with packed experts, if it has experts and the kernels of this CPU multiply by packed ones. The
+    stacked weights in transformers' module are freed.
+    """
+    if layer.mixture is None or not isinstance(kernels, CpuLayers):
+        return layer
+    experts = kernels.pack_experts(layer.mixture.experts)
+    if experts is layer.mixture.experts:
+        return layer
+    stacks: Any = cast(Any, layer.mlp).experts
+    for weight in (stacks.gate_up_proj, stacks.down_proj):
+        weight.data = weight.data.new_empty(0)
+    return replace(layer, mixture=replace(layer.mixture, experts=experts))
 
 
 def _pack_gated(mlp: Any, kernels: LayerKernels) -> tuple[Linear, Linear] | None:

@@ -6,6 +6,7 @@ Tensors are converted to pointers and strides here. Inputs that the library does
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from baton_serve.engine.kernels.cpu.linear import (
 from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight, no_work
 from baton_serve.engine.kernels.quantized import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
+from baton_serve.engine.kernels.reference.experts import activated
 
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 """Numbers of the dtypes in the C++ sources."""
@@ -220,6 +222,17 @@ class GateKernel:
         return output if self._gated_norm(arguments) == 0 else None
 
 
+@dataclass(frozen=True, slots=True)
+class PackedStacks(Experts):
+    """Experts whose weights are packed matrices, with their biases; the fields of stacked weights are empty."""
+
+    matrices: tuple[tuple[Matrix, Matrix], ...] = ()
+
+    @property
+    def num_experts(self) -> int:
+        return len(self.matrices)
+
+
 class CpuLayers:
     """Implements `LayerKernels` by C++ kernels. `library` is the result of `load_kernels`; `dtype` is that of the
     model's activations. Plain torch computes what the library does not support.
@@ -259,7 +272,39 @@ class CpuLayers:
         return twin.route(logits, top_k, renormalize=renormalize, num_shared=num_shared, has_gate=has_gate)
 
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-        return twin.mix(x, weights, chosen, experts)
+        return twin.mix(x, weights, chosen, experts, self._one_expert if isinstance(experts, PackedStacks) else None)
+
+    def _one_expert(self, x: Tensor, experts: Experts, number: int) -> Tensor:
+        """Return the output of one packed expert for `x` [rows, hidden]."""
+        assert isinstance(experts, PackedStacks)
+        up, down = experts.matrices[number]
+        return self._packed_linear(activated(self._packed_linear(x, up), experts), down)
+
+    def pack_experts(self, experts: Experts) -> Experts:
+        """Return the experts with a packed matrix for each product, without the stacked weights, which the caller
+        frees; the experts themselves if the library does not multiply by such weights.
+        """
+        gate_up, down = experts.gate_up, experts.down
+        if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or not self._can_pack:
+            return experts
+        if gate_up.dtype != torch.bfloat16 or gate_up.shape[2] % 2 or down.shape[2] % 2:
+            return experts
+        biases = [
+            [None] * len(down) if bias is None else list(bias) for bias in (experts.gate_up_bias, experts.down_bias)
+        ]
+        first, second = (
+            [pack(self.library, [weight], bias) for weight, bias in zip(stack, own, strict=True)]
+            for stack, own in zip((gate_up, down), biases, strict=True)
+        )
+        return PackedStacks(
+            gate_up=gate_up.new_empty(0),
+            down=down.new_empty(0),
+            is_interleaved=experts.is_interleaved,
+            limit=experts.limit,
+            alpha=experts.alpha,
+            is_part=experts.is_part,
+            matrices=tuple(zip(first, second, strict=True)),
+        )
 
     def norm_for(self, x: Tensor, norm: Norm, then: Weight, *, residual: Tensor | None = None) -> Activations:
         return self.rms_norm(x, norm.weight, norm.eps, residual=residual)

@@ -1,5 +1,7 @@
 """The plain-torch twins of `kernels.triton.experts`: specification and test oracle, and the implementation for CPUs."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -34,10 +36,18 @@ def with_shared(
     return torch.cat([weights, factor.expand(shape)], dim=1), torch.cat([chosen, numbers.expand(shape)], dim=1)
 
 
-def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
-    """Return the weighted sum of each token's experts in plain torch, as `LayerKernels.mix` specifies. Tokens are
-    sorted by expert once, and only experts that some token has chosen are computed.
+def mix(
+    x: Tensor,
+    weights: Tensor,
+    chosen: Tensor,
+    experts: Experts,
+    compute: Callable[[Tensor, Experts, int], Tensor] | None = None,
+) -> Tensor:
+    """Return the weighted sum of each token's experts, as `LayerKernels.mix` specifies. Tokens are sorted by expert
+    once, and only experts that some token has chosen are computed: by `compute`, from rows, the experts and a number;
+    None: in plain torch.
     """
+    compute = compute or _one
     top_k, count_of_all = chosen.shape[1], experts.num_experts
     numbers = chosen.flatten()
     # Experts of other ranks come last, and are not computed.
@@ -51,7 +61,7 @@ def mix(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
     for expert, count in enumerate(counts):
         if count:
             part = slice(start, start + count)
-            outputs[part] = _one(rows[part], experts, expert) * factors[part]
+            outputs[part] = compute(rows[part], experts, expert) * factors[part]
             start += count
     # Restore the order of the pairs, so that each token's experts are summed in the order in which it chose them.
     placed = torch.empty_like(outputs)
