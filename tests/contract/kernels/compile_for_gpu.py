@@ -213,10 +213,10 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for single in (False, True)
     ),
     *((experts._down_kernel, {**EXPERTS, "is_single": single}) for single in (False, True)),
-    (experts_row._gate_up_row_kernel, {"inputs": 64, "outputs": 32, "columns": 1, "chunk": 64}),
+    (experts_row._gate_up_row_kernel, {"inputs": 64, "outputs": 32, "chunk": 64}),
     (
         experts_row._down_row_kernel,
-        {"top_k": 3, "choices": 4, "inputs": 32, "outputs": 64, "columns": 1, "chunk": 32},
+        {"top_k": 3, "choices": 4, "inputs": 32, "outputs": 64, "chunk": 32},
     ),
     (experts_sorted._block_kernel, {"num_experts": 8, "experts": 8, "rows": 64}),
     (experts_sorted._gate_up_kernel, SORTED[0]),

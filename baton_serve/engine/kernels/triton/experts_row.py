@@ -20,14 +20,13 @@ from baton_serve.engine.kernels.triton.tiles import padded
 class ExpertRowTiles:
     """Tile sizes and launch settings of a product of one token with the weights of its experts."""
 
-    columns: int  # outputs of a program
     chunk: int  # inputs of a step
     warps: int
     stages: int
 
 
-GATE_UP_TILES = ExpertRowTiles(columns=1, chunk=1024, warps=4, stages=2)
-DOWN_TILES = ExpertRowTiles(columns=1, chunk=128, warps=2, stages=4)
+GATE_UP_TILES = ExpertRowTiles(chunk=1024, warps=4, stages=2)
+DOWN_TILES = ExpertRowTiles(chunk=128, warps=2, stages=4)
 MAX_WIDTH = 2048
 """Width of an expert up to which these products are taken: a program reads one row of each chosen expert."""
 
@@ -51,7 +50,7 @@ def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Ten
     top_k = chosen.shape[1]
     first, second = GATE_UP_TILES, DOWN_TILES
     active = torch.empty((top_k, width), dtype=x.dtype, device=x.device)
-    _gate_up_row_kernel[(triton.cdiv(width, first.columns), top_k)](
+    _gate_up_row_kernel[(width, top_k)](
         active,
         x,
         gate_up,
@@ -59,13 +58,12 @@ def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Ten
         num_experts,
         inputs=hidden,
         outputs=width,
-        columns=first.columns,
         chunk=min(first.chunk, padded(hidden)),
         num_warps=first.warps,
         num_stages=first.stages,
     )
     result = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
-    _down_row_kernel[(triton.cdiv(hidden, second.columns),)](
+    _down_row_kernel[(hidden,)](
         result,
         active,
         down,
@@ -76,7 +74,6 @@ def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Ten
         choices=padded(top_k),
         inputs=width,
         outputs=hidden,
-        columns=second.columns,
         chunk=min(second.chunk, padded(width)),
         num_warps=second.warps,
         num_stages=second.stages,
@@ -93,30 +90,27 @@ def _gate_up_row_kernel(  # noqa: PLR0913
     num_experts,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
-    columns: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Compute silu(gate) * up of one chosen expert for `columns` outputs."""
-    choice = tl.program_id(1)
+    """Compute silu(gate) * up of one chosen expert for one output."""
+    output, choice = tl.program_id(0), tl.program_id(1)
     expert = tl.load(chosen + choice)
     if expert < num_experts:  # others are on other ranks
-        column, step = tl.program_id(0) * columns + tl.arange(0, columns), tl.arange(0, chunk)
-        kept = column < outputs
-        rows = weight + (expert.to(tl.int64) * (2 * outputs) + column[:, None]) * inputs + step[None, :]
-        gate = tl.zeros([columns, chunk], tl.float32)
-        up = tl.zeros([columns, chunk], tl.float32)
+        step = tl.arange(0, chunk)
+        row = weight + (expert.to(tl.int64) * (2 * outputs) + output) * inputs + step
+        gate = tl.zeros([chunk], tl.float32)
+        up = tl.zeros([chunk], tl.float32)
         for start in range(0, inputs, chunk):
             inside = start + step < inputs
-            mask = kept[:, None] & inside[None, :]
-            seen = tl.load(x + start + step, inside, other=0.0).to(tl.float32)[None, :]
-            gate += tl.load(rows + start, mask, other=0.0).to(tl.float32) * seen
-            up += tl.load(rows + outputs * inputs + start, mask, other=0.0).to(tl.float32) * seen
+            seen = tl.load(x + start + step, inside, other=0.0).to(tl.float32)
+            gate += tl.load(row + start, inside, other=0.0).to(tl.float32) * seen
+            up += tl.load(row + outputs * inputs + start, inside, other=0.0).to(tl.float32) * seen
         dtype: tl.constexpr = active.dtype.element_ty
         # Round as if the product had been stored, as the twin does.
-        gated, added = tl.sum(gate, 1).to(dtype).to(tl.float32), tl.sum(up, 1).to(dtype).to(tl.float32)
+        gated, added = tl.sum(gate, 0).to(dtype).to(tl.float32), tl.sum(up, 0).to(dtype).to(tl.float32)
         # A gate below -80 has vanished in any dtype; the bound keeps exp finite.
         gated = (gated / (1.0 + tl.exp(tl.minimum(-gated, 80.0)))).to(dtype).to(tl.float32)
-        tl.store(active + choice * outputs + column, (gated * added).to(dtype), kept)
+        tl.store(active + choice * outputs + output, (gated * added).to(dtype))
 
 
 @triton.jit(do_not_specialize=["num_experts"])
@@ -131,24 +125,21 @@ def _down_row_kernel(  # noqa: PLR0913
     choices: tl.constexpr,
     inputs: tl.constexpr,
     outputs: tl.constexpr,
-    columns: tl.constexpr,
     chunk: tl.constexpr,
 ):
-    """Compute `columns` outputs of all chosen experts at the same time, and add them up."""
-    choice, step = tl.arange(0, choices), tl.arange(0, chunk)
+    """Compute one output of all chosen experts at the same time, and add them up."""
+    choice, step, output = tl.arange(0, choices), tl.arange(0, chunk), tl.program_id(0)
     expert = tl.load(chosen + choice, choice < top_k, other=num_experts)
     is_own = expert < num_experts
     dtype: tl.constexpr = result.dtype.element_ty
     factor = tl.load(factors + choice, is_own, other=0.0)
-    for number in tl.static_range(columns):
-        column = tl.program_id(0) * columns + number
-        rows = weight + (expert.to(tl.int64) * outputs + column)[:, None] * inputs + step[None, :]
-        acc = tl.zeros([choices, chunk], tl.float32)
-        for start in range(0, inputs, chunk):
-            mask = is_own[:, None] & (start + step < inputs)[None, :]
-            seen = tl.load(active + choice[:, None] * inputs + start + step[None, :], mask, other=0.0).to(tl.float32)
-            acc += tl.load(rows + start, mask & (column < outputs), other=0.0).to(tl.float32) * seen
-        # Round as if each expert's output had been stored, as the twin does.
-        product = tl.sum(acc, 1).to(dtype).to(tl.float32) * factor
-        total = tl.sum(tl.where(is_own, product.to(dtype).to(tl.float32), 0.0), 0)
-        tl.store(result + column, total.to(dtype), column < outputs)
+    rows = weight + (expert.to(tl.int64) * outputs + output)[:, None] * inputs + step[None, :]
+    acc = tl.zeros([choices, chunk], tl.float32)
+    for start in range(0, inputs, chunk):
+        mask = is_own[:, None] & (start + step < inputs)[None, :]
+        seen = tl.load(active + choice[:, None] * inputs + start + step[None, :], mask, other=0.0).to(tl.float32)
+        acc += tl.load(rows + start, mask, other=0.0).to(tl.float32) * seen
+    # Round as if each expert's output had been stored, as the twin does.
+    product = tl.sum(acc, 1).to(dtype).to(tl.float32) * factor
+    total = tl.sum(tl.where(is_own, product.to(dtype).to(tl.float32), 0.0), 0)
+    tl.store(result + output, total.to(dtype))
