@@ -94,7 +94,7 @@ def _name(parent: int) -> str:
 
 
 def _show_name(name: str) -> None:
-    """Give this process a thread with this name, by which others find it. On devices the main thread is renamed."""
+    """Give this process a thread with this name, by which others find it. Libraries may rename the main thread."""
     is_named = threading.Event()
 
     def carry() -> None:

@@ -18,6 +18,9 @@ MAX_STATES_RATIO = 0.5
 """Largest part of the KV cache's memory for the recurrent states of running sequences."""
 SEQUENCES_PER_SPARE_ROW, MAX_SPARE_ROWS = 8, 8
 """There is a spare row of states for so many sequences, and at most so many of them. Steps begin few prompts each."""
+TOKENS_PER_SPARE_ROW = 1024
+"""Steps of many tokens begin more prompts: for each such number of tokens in a step there is also a spare row, for half
+of the sequences at most."""
 MIN_ROWS_PER_SPARE_ROW = 16
 """So many rows contain one spare row, if memory for more is missing: running sequences need it more."""
 
@@ -67,8 +70,10 @@ def limit_sequences(config: EngineConfig, layout: KVLayout, device: torch.device
             f"the recurrent states of one sequence need {_gib(row)}, more than half of the {_gib(available)} for the KV"
             " cache: give it more memory (kv_cache_memory_bytes; on accelerators gpu_memory_utilization)"
         )
-    # Inner checkpoints are saved to the prefix cache.
-    spare = min(MAX_SPARE_ROWS, -(-wanted // SEQUENCES_PER_SPARE_ROW)) if config.enable_prefix_caching else 0
+    spare = 0
+    if config.enable_prefix_caching:  # inner checkpoints are saved to it
+        of_tokens = min(wanted // 2, (config.max_num_batched_tokens or 0) // TOKENS_PER_SPARE_ROW)
+        spare = max(of_tokens, min(MAX_SPARE_ROWS, -(-wanted // SEQUENCES_PER_SPARE_ROW)))
     spare = min(spare, max(fitting - wanted, fitting // MIN_ROWS_PER_SPARE_ROW))
     allowed = min(wanted, fitting - spare)
     if allowed < wanted:

@@ -40,6 +40,15 @@ def test_running_sequences_need_rows_more_than_inner_checkpoints(monkeypatch: py
     assert limit_sequences(config, LAYOUT, torch.device("cuda")) == (1, 0)
 
 
+def test_steps_of_many_tokens_have_more_spare_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "kv_cache_bytes", lambda *_, **__: 1000 * ROW)
+    found = []
+    for tokens in (256, 8192, 16384, 65536):
+        config = EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=tokens)
+        found.append(limit_sequences(config, LAYOUT, torch.device("cuda")))
+    assert found == [(64, 8), (64, 8), (64, 16), (64, 32)]
+
+
 @pytest.mark.parametrize("available", [2 * ROW - 1, 0, -40 * ROW])
 def test_no_room_for_one_sequence_is_said(available: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
