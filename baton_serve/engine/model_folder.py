@@ -5,6 +5,7 @@ Every defect of a folder is raised as a `ModelError` that names the folder and t
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -220,17 +221,33 @@ def _broken_file(folder: Path) -> Path | None:
     return None
 
 
+_LOADING = threading.RLock()
+
+
+@contextmanager
+def loading_alone() -> Iterator[None]:
+    """Let one thread of the process load a model by transformers at a time.
+
+    While it loads, transformers replaces the method of a class that ties weights. With two threads the second one
+    may restore the replacement, and no later model would have tied weights.
+    """
+    with _LOADING:
+        yield
+
+
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress, inside `with`, transformers' messages about weights that are left out on purpose."""
+    """Suppress, inside `with`, transformers' messages about weights that are left out on purpose. One thread at a time
+    is inside, as in `loading_alone`."""
     from transformers.utils import logging as messages
 
-    level = messages.get_verbosity()
-    messages.set_verbosity_error()
-    try:
-        yield
-    finally:
-        messages.set_verbosity(level)
+    with loading_alone():
+        level = messages.get_verbosity()
+        messages.set_verbosity_error()
+        try:
+            yield
+        finally:
+            messages.set_verbosity(level)
 
 
 def first_line(exc: BaseException) -> str:

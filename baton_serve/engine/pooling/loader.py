@@ -36,6 +36,7 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
+    loading_alone,
     read_config,
     weight_files,
     weights_error,
@@ -299,13 +300,16 @@ def _load(source: _Source, auto_class: Any) -> tuple[Any, RankParts]:
             with torch.device(source.target):
                 module, missing = auto_class.from_config(source.hf_config, **common), []
         else:
-            module, report = auto_class.from_pretrained(
-                source.folder,
-                local_files_only=True,
-                use_safetensors=not is_pickled(weight_files(source.folder, config.load_format, config.loader.pattern)),
-                output_loading_info=True,
-                **common,
-            )
+            with loading_alone():
+                module, report = auto_class.from_pretrained(
+                    source.folder,
+                    local_files_only=True,
+                    use_safetensors=not is_pickled(
+                        weight_files(source.folder, config.load_format, config.loader.pattern)
+                    ),
+                    output_loading_info=True,
+                    **common,
+                )
             # Encoders are pooled here, so transformers' own pooler is not used, and many folders lack it.
             missing = [key for key in sorted(report["missing_keys"]) if not key.startswith("pooler.")]
             missing += [str(key) for key in sorted(map(str, report["mismatched_keys"]))]

@@ -31,6 +31,7 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
+    loading_alone,
     read_config,
     weight_files,
     weights_error,
@@ -151,7 +152,7 @@ def _load(
                 module: nn.Module = kind._from_config(alone, dtype=dtype)
             report: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
         else:
-            with _quiet():
+            with loading_alone(), _quiet():
                 module, report = kind.from_pretrained(
                     folder,
                     config=alone,
