@@ -221,27 +221,20 @@ def _broken_file(folder: Path) -> Path | None:
     return None
 
 
-_LOADING = threading.RLock()
-
-
-@contextmanager
-def loading_alone() -> Iterator[None]:
-    """Let one thread of the process load a model by transformers at a time.
-
-    While it loads, transformers replaces the method of a class that ties weights. With two threads the second one
-    may restore the replacement, and no later model would have tied weights.
-    """
-    with _LOADING:
-        yield
+_LOADING = threading.Lock()
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Suppress, inside `with`, transformers' messages about weights that are left out on purpose. One thread at a time
-    is inside, as in `loading_alone`."""
+    """Suppress, inside `with`, transformers' messages about weights that are left out on purpose. Load models by
+    transformers inside it only, since one thread of the process is inside at a time.
+
+    While transformers loads, it replaces the method of a class that ties weights. With two threads the second one may
+    restore the replacement, and no later model of the process would have tied weights.
+    """
     from transformers.utils import logging as messages
 
-    with loading_alone():
+    with _LOADING:
         level = messages.get_verbosity()
         messages.set_verbosity_error()
         try:

@@ -36,7 +36,7 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
-    loading_alone,
+    quiet_transformers,
     read_config,
     weight_files,
     weights_error,
@@ -300,7 +300,7 @@ def _load(source: _Source, auto_class: Any) -> tuple[Any, RankParts]:
             with torch.device(source.target):
                 module, missing = auto_class.from_config(source.hf_config, **common), []
         else:
-            with loading_alone():
+            with quiet_transformers():
                 module, report = auto_class.from_pretrained(
                     source.folder,
                     local_files_only=True,

@@ -2,8 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,7 +30,7 @@ from baton_serve.engine.model_folder import (
     HfConfig,
     first_line,
     is_pickled,
-    loading_alone,
+    quiet_transformers,
     read_config,
     weight_files,
     weights_error,
@@ -152,7 +151,7 @@ def _load(
                 module: nn.Module = kind._from_config(alone, dtype=dtype)
             report: dict[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
         else:
-            with loading_alone(), _quiet():
+            with quiet_transformers():
                 module, report = kind.from_pretrained(
                     folder,
                     config=alone,
@@ -192,21 +191,6 @@ def _without_layers(hf_config: HfConfig) -> HfConfig:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return alone
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Suppress, while the context is open, transformers' warnings about the decoder weights that this load leaves
-    out.
-    """
-    from transformers.utils import logging
-
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
 
 
 def _try(tower: VisionTower, folder: Path, text: HfConfig) -> int:

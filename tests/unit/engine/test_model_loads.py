@@ -3,15 +3,15 @@
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from baton_serve.engine.model_folder import loading_alone, quiet_transformers
+from baton_serve.engine.model_folder import quiet_transformers
 
 
 def test_one_thread_loads_at_a_time() -> None:
     inside = most = 0
 
-    def load(number: int) -> None:
+    def load(_: int) -> None:
         nonlocal inside, most
-        with quiet_transformers() if number % 2 else loading_alone():
+        with quiet_transformers():
             inside += 1
             most = max(most, inside)
             time.sleep(0.001)
