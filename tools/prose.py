@@ -67,13 +67,13 @@ def findings_in(path: Path) -> list[Finding]:
 
 def product_files() -> list[Path]:
     """Return the tracked Python files of the product, without tests, tools and benchmarks."""
-    return [path for path in _tracked("*.py") if _is_product(path)]
+    return [path for path in tracked_files("*.py") if _is_product(path)]
 
 
 def supporting_files() -> list[Path]:
     """Return the tracked Python files of benchmarks, tools and tests."""
     folders = ("baton_serve/bench", "tools", "tests")
-    return [path for path in _tracked("*.py") if str(path.relative_to(ROOT)).startswith(folders)]
+    return [path for path in tracked_files("*.py") if str(path.relative_to(ROOT)).startswith(folders)]
 
 
 def _is_product(path: Path) -> bool:
@@ -81,7 +81,7 @@ def _is_product(path: Path) -> bool:
     return first[0] in ("services", "kvtransfer", "baton_serve") and first != ("baton_serve", "bench")
 
 
-def _tracked(*patterns: str) -> list[Path]:
+def tracked_files(*patterns: str) -> list[Path]:
     listed = subprocess.run(["git", "ls-files", *patterns], cwd=ROOT, capture_output=True, text=True, check=True)
     return [path for name in listed.stdout.split() if (path := ROOT / name).is_file() and not path.is_symlink()]
 

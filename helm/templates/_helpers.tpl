@@ -1,3 +1,5 @@
+{{- /* What all templates share: names, labels, the image, the registry, the Redis password, the cards (GPUs) of a pod, and how the
+model's weights get into it (a volume, a host path or a download). */}}
 {{- define "baton.name" -}}
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}

@@ -1,3 +1,5 @@
+// Matrix products with packed weights, bf16 or quantized, for any number of rows.
+//
 // One kernel serves products of a few rows, which reading the weights bounds, and of many, which the dot products bound.
 // It keeps up to 12 rows x 32 columns in registers. Weights are processed in pieces that stay in a near cache for all rows.
 // Quantized codes are decoded to bf16 there: their values have at most 8 significant bits, so that nothing is rounded.

@@ -1,4 +1,4 @@
-// Pack weights into the panels that products read (linear.h), once, when a model is loaded: one pass over memory that is
+// Pack weights into the panels that products read (linear.h), once, when a model is loaded. This is one pass over memory that is
 // often a mapped file, into memory that was never written.
 #include "linear.h"
 

@@ -1,4 +1,4 @@
-// Operations on one row of a tensor that several steps share.
+// Operations on one row of a tensor that several steps share: roundings, activations, norms.
 #pragma once
 
 #include "vector.h"

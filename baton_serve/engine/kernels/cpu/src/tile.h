@@ -1,4 +1,4 @@
-// The arithmetic of one tile of attention, in three variants with one interface: the layout of K, V, Q and the
+// The arithmetic of one tile of attention, in three variants with one interface. It has the layout of K, V, Q and the
 // probabilities for a register-tiled product, and the conversion of a row of scores to probabilities.
 //
 // The operations on a row and their order do not depend on the other rows of its tile, its task or its batch.

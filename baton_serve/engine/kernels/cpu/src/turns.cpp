@@ -1,3 +1,4 @@
+// Threads pause and resume by the turns that turns.h describes, and the clock with which they wait.
 #include "turns.h"
 
 #include <time.h>

@@ -1,4 +1,4 @@
-// One SIMD word of the CPU, as wide as the machine has it: GCC's vector extensions, so that AVX-512, AVX2, NEON and
+// One SIMD word of the CPU, as wide as the machine has it. It uses GCC's vector extensions, so that AVX-512, AVX2, NEON and
 // plain C++ share one source; intrinsics only where the compiler cannot find the instruction by itself.
 #pragma once
 
