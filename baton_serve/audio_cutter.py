@@ -1,4 +1,4 @@
-"""The process that decodes audio files for a router, which starts it with limits and sends it one file after another.
+"""Decodes audio files for a router in a process with limits of memory and time, and cuts them into windows.
 
     python -m baton_serve.audio_cutter LIMITS
 

@@ -1,4 +1,5 @@
-"""Samples of audio as arrays: one channel, another rate, and the quiet places at which long audio is cut.
+"""Computes with samples of audio: mixes to one channel, resamples, and finds the quiet places at which long audio is
+cut.
 
 Instances and the router's process that decodes files use these functions; the router itself never imports numpy.
 """

@@ -1,4 +1,5 @@
-"""Default sampling parameters of requests, from a model's generation_config.json and from the operator.
+"""Decides the default sampling parameters: generation_config.json, `--generation-config` and
+`--override-generation-config`.
 
 `--generation-config` names the file: `auto` is that of the model's folder, `vllm` none, and a folder that in it.
 `--override-generation-config` replaces fields of it. As in vLLM, other fields of the file have no effect, but a folder

@@ -1,4 +1,4 @@
-"""Finds a model that is given by its name on the Hugging Face hub, and downloads the files that serving needs.
+"""Finds a model by its name on the Hugging Face hub, and decides which of its files are downloaded.
 
 In the cache of huggingface_hub, `models--ORG--NAME/refs/main` contains a commit, and `snapshots/COMMIT` is the model's
 folder. A complete snapshot is used without a request to the hub.

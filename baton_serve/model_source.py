@@ -1,4 +1,4 @@
-"""The settings that name a model and change its files, and the folder that results from them.
+"""Resolves the settings that name a model to a folder, and changes its config.json (`--hf-overrides`) there.
 
 Changed files are in a folder in this user's cache, whose other files are links to the model's own. So every process
 reads one config: the router, the loaders, all ranks, and the fingerprint, which differs because KV differs.

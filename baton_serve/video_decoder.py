@@ -1,4 +1,4 @@
-"""The process that decodes one video file for a router or an instance, which starts it with a task.
+"""Decodes one video file for a router or an instance, in a process with limits of memory and time.
 
     python -m baton_serve.video_decoder TASK
 

@@ -1,4 +1,6 @@
-"""The settings of one engine. They are checked before any weight is read, and have vLLM's names where vLLM has them."""
+"""Defines the settings of one engine (vLLM: engine arguments) and refuses combinations that exclude each other. They
+are checked before any weight is read, and have vLLM's names where vLLM has them.
+"""
 
 from dataclasses import dataclass, field
 from math import inf

@@ -1,4 +1,5 @@
-"""Finds the device and describes what it can do. This is the only file that names cuda, xpu or cpu.
+"""Chooses the device, the dtype of weights, default block size and batch, and the memory for the KV cache
+(`--gpu-memory-utilization`). This is the only file that names cuda, xpu or cpu.
 
 Features are detected by looking for the function that is needed, never by comparing versions. Native `torch.xpu` comes
 first. On older Arc installs, importing intel-extension-for-pytorch adds the same names to torch.

@@ -1,4 +1,5 @@
-"""The engine: it takes token ids, and returns KV blocks and token ids. Its owner calls it from one thread.
+"""The engine (vLLM: engine core): it takes token ids, and returns KV blocks and token ids; `core/scheduler.py` decides
+what a step computes. Its owner calls it from one thread.
 
 It has no network, transport or text. `step` does the work of all requests: schedule, run, apply. On accelerators the
 next step is scheduled and launched while the device computes the current one.

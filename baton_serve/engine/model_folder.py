@@ -1,4 +1,4 @@
-"""Reads what all kinds of models have in a Hugging Face folder: config and weight files; explains broken ones.
+"""Reads config.json and chooses the weight files of a model folder (`--load-format`); explains broken ones.
 
 Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """

@@ -1,4 +1,6 @@
-"""Collectives between ranks: one protocol, implemented for a single rank and for a group of torch.distributed."""
+"""Decides which kernel or library (custom all-reduce, NCCL, XCCL, gloo) runs a collective between tensor-parallel
+ranks.
+"""
 
 import importlib
 import itertools

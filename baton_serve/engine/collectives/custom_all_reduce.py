@@ -1,5 +1,4 @@
-"""Sums of a layer's output over ranks, together with the following norm, in one kernel that writes into other ranks'
-memory.
+"""Tries and runs all-reduces by kernels that write into other ranks' memory, alone or fused with residual sum and norm.
 
 A decode step has two sums per layer, each of a few kilobytes, so latency counts and not bandwidth. If ranks cannot map
 each other's memory, or if data written there does not arrive, `make` returns None.

@@ -1,4 +1,6 @@
-"""Identifies a rank, and divides numbers of items between ranks."""
+"""Divides a number of items, such as heads or columns, between tensor-parallel ranks; which part of a weight that is,
+is decided in `model/rank_parts.py`.
+"""
 
 from dataclasses import dataclass
 

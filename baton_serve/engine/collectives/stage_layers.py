@@ -1,4 +1,4 @@
-"""Computes which layers each stage of a pipeline holds, from numbers only.
+"""Decides which layers each pipeline-parallel stage holds.
 
 A pipeline divides the layers of a model into consecutive stages. Rank `r` of `size * count` ranks is rank `r % size` of
 its stage's tensor-parallel group, and its stage is `r // size`.

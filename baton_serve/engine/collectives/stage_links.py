@@ -1,4 +1,4 @@
-"""Sends activations between the stages of a pipeline, through the collective library of the device.
+"""Sends activations between pipeline-parallel stages, through the collective library of the device.
 
 Each stage sends to the next one; the last one sends the rows whose logits are needed back to the first. Both directions
 have a process group of their own: nccl and xccl run the operations of two ranks in one order, so that a send of the

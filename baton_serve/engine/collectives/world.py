@@ -1,4 +1,6 @@
-"""Forms the process groups of all ranks of an engine, and makes of them collectives and connections between stages."""
+"""Creates the process groups of all tensor- and pipeline-parallel ranks (vLLM: parallel_state), and each rank's place
+among them.
+"""
 
 import importlib
 import socket

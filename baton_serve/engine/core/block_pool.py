@@ -1,4 +1,5 @@
-"""The block pool: which KV blocks are owned, and which content is cached under which block hash.
+"""Decides which KV block is allocated and which cached one is evicted (LRU), and keeps the prefix cache: which hash
+lies in which block.
 
 Pure accounting: no tensor, no clock. A block is *owned* (reference count > 0) or *free*. A free block that has a hash
 is still cached and can be shared again until it is evicted. Free blocks are allocated in this order: first blocks

@@ -1,4 +1,5 @@
-"""Checkpoints of recurrent states: where they are taken, and which copies they need. Pure: no tensor.
+"""Decides after which tokens checkpoints of recurrent states (Mamba, linear attention) are taken, and finds them in the
+prefix cache. Pure: no tensor.
 
 The layers of linear attention and state spaces keep one state of fixed size for each sequence, in its batch slot. It
 cannot be cut back to an earlier token. So a cached prefix is of use only up to a *checkpoint*: a copy of the states

@@ -1,4 +1,5 @@
-"""Sources: what an encoder has read for cross-attention, such as a window of audio. Pure: no tensor.
+"""Hashes, shares and finds the KV blocks of cross-attention, one set for each source, such as a window of audio that an
+encoder has read. Pure: no tensor.
 
 The cross-attention keys and values of a source are as many as the model's config says, whatever the source contains.
 They lie in blocks of the KV cache of their own, with hashes that follow from the root and the source's digest; for the

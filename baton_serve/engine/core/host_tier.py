@@ -1,4 +1,5 @@
-"""The host tier: which KV blocks are kept in which slot of host memory, and the copies that this requires. Pure.
+"""Decides which evicted KV blocks stay in host memory (CPU offload), in which slot, when they return, and which are
+evicted there. Pure.
 
 Blocks evicted from the device are kept here until they are the least recently used. A block that is found again is
 copied back and also stays here, so that evicting it again needs no copy. `HostTierCopy` entries are correct if executed

@@ -1,4 +1,5 @@
-"""Imports: blocks fetched from another instance into the prefix cache before any request computes with them. Pure.
+"""Allocates KV blocks for a prefix that is pulled from another instance (an import), and puts them into the prefix
+cache. Pure.
 
 The order of calls is `begin`, `receive` any number of times, `end`. The caller must not end an import while a copy may
 still write to its blocks.

@@ -1,4 +1,5 @@
-"""Values that the engine returns to its owner: results of a step or a reservation, and statistics.
+"""Defines the values that the engine returns: new tokens with finish reasons, completed blocks, reservations and
+statistics.
 
 They are plain values that share nothing with the engine's own state.
 """

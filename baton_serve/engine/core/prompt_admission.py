@@ -1,4 +1,5 @@
-"""Gives waiting sequences their KV blocks: the cached prefix and free blocks for the rest. Pure.
+"""Decides whether a waiting sequence may start: prefix cache hits, free blocks for the whole prompt, watermark, batch
+slot. Pure.
 
 A prompt is admitted only when all its blocks can be allocated, so it never stops halfway. Sequences are admitted
 strictly in order: one that does not fit makes all later ones wait.

@@ -1,4 +1,5 @@
-"""The engine's request table: every request, the state of its sequences, and the KV blocks and batch slots they own.
+"""Keeps every request and its state (waiting, running, …), and frees or keeps KV blocks on preemption, cancel and
+finish; forks for `n`.
 
 This module applies the decisions of `scheduler` and `reservations`. It is pure: no clock, no tensor, no I/O. Each
 sequence is in exactly one state, and the state says which container holds it:

@@ -1,4 +1,5 @@
-"""The decode side of a handoff, and pins for blocks that other instances fetch. Pure.
+"""Reserves KV blocks on a decode worker for a handoff, without those already cached, and pins blocks that other
+instances fetch. Pure.
 
 The order of calls is `reserve`, `mark_received` any number of times, then `admit`, or `admit_locally` if the handoff
 failed. The caller must not free blocks (cancel, `admit_locally`) while a copy may still write to them.

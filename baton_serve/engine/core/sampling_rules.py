@@ -1,4 +1,5 @@
-"""Sampling rules that need no tensor: the random number of each token, and the validation of a request.
+"""Computes each token's random number from `seed` and position, and checks a request against the limits of engine and
+model.
 
 The random number is a function of seed, sequence index and position. So a stream continues identically on any instance,
 in any batch, and after a replay (docs/adr/0004-sampling-by-position.md).

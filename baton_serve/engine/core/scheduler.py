@@ -1,4 +1,5 @@
-"""Decides what the next step computes, and applies the results of a step to the requests. Pure: `now` is passed in.
+"""Decides what the next step computes: token budget, decodes, chunked prefill, which sequence is preempted; applies the
+results of steps. Pure: `now` is passed in.
 
 Decoding sequences come first, with one token each. The rest of the token budget goes to prompts, in chunks that let the
 decoding sequences keep their inter-token SLOs (`engine.core.step_time_model`). If a decoding sequence needs a block and

@@ -1,4 +1,5 @@
-"""A request and its sequences as the scheduler sees them: token ids, owned blocks and state.
+"""Decides the order of sequences (priority, then arrival) and when one ends (stop token, `ignore_eos`, length); holds
+its tokens and blocks.
 
 Pure state. A request starts with one *parent sequence* that computes the prompt; with n > 1 the other sequences fork
 from it when their first tokens are known.

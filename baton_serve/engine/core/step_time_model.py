@@ -1,4 +1,4 @@
-"""Predicts how long steps take, and how many prompt tokens a step may have so that decoding sequences meet their ITL
+"""Predicts how long steps take, and so how many prompt tokens (chunked prefill) fit beside decoding sequences with ITL
 SLOs.
 
 Pure: durations are passed in. The model learns, for each size class of steps, by how much a step with prompts takes

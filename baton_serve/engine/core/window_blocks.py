@@ -1,4 +1,5 @@
-"""Blocks of layers with a sliding window: which ones a sequence needs, and when they are freed. Pure: no tensor.
+"""Decides which KV blocks of sliding-window layers a sequence needs, when they are freed, and how long a prefix hit is
+there. Pure: no tensor.
 
 The layers of some models are divided into cache groups, each with blocks of its own: one group of the layers with full
 attention, whose blocks are `Sequence.blocks`, and groups of layers with a window. A block of the latter is needed only

@@ -1,4 +1,5 @@
-"""Captured graphs for decode steps: one launch instead of hundreds, for batch sizes in a few buckets.
+"""Decides which decode steps replay a captured graph (CUDA graph), padded to which batch size, and captures and replays
+them.
 
 The inputs of a graph are one small array that the host fills and the device copies, the block tables on the device, and
 the last token of each slot, which stays on the device: a step can be launched before the host knows what the previous

@@ -1,5 +1,5 @@
-"""Derives from settings and model what all ranks of an engine share: the shape of a block, the limits
-and the forward.
+"""Decides what all ranks share before KV is allocated: block layout, KV dtype (`--kv-cache-dtype`), tokens of a step,
+graph capture (`--enforce-eager`).
 """
 
 from dataclasses import replace

@@ -1,4 +1,5 @@
-"""The device's part of a step, as calls with arrays.
+"""Executes the forward pass of a step on one device, eagerly or as a captured graph; `parallel/tp_executor.py` does it
+on several ranks.
 
 With tensor parallelism each rank has an executor, and only rank 0 plans.
 """

@@ -1,4 +1,4 @@
-"""Proves captured graphs before their first use: each is replayed twice and compared with the same work done eagerly.
+"""Compares each captured graph with the same work done eagerly, so that graphs which differ are not used.
 
 On some devices replays gave wrong numbers without an error (https://github.com/vllm-project/vllm/issues/48327, 54785).
 Graphs belong to one process, so they are proved at each start, before any request owns a block of the KV cache.

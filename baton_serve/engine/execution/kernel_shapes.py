@@ -1,4 +1,6 @@
-"""Derives from a loaded model the shapes with which its kernels are proved, and chooses the kernels."""
+"""Derives the shapes with which a model's kernels are compared; which kernel is used is decided in
+`kernels/proved_kernels.py`.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

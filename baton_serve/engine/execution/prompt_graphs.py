@@ -1,5 +1,6 @@
-"""Captured graphs for small steps with prompts, for numbers of tokens in a few buckets. Launching hundreds of kernels
-for few tokens takes the host longer than their work takes the device, and it holds Python's lock.
+"""Decides which small steps with prompt tokens replay a captured graph (CUDA graph), for which numbers of tokens, and
+captures them. Launching hundreds of kernels for few tokens takes the host longer than their work takes the device, and
+it holds Python's lock.
 
 There is one kind of graph for prompts alone, and two for prompts together with few or many decoding sequences. The
 inputs of a graph are one array and one block table, which the host fills and the device copies. Padding tokens belong

@@ -1,5 +1,5 @@
-"""Runs a scheduled batch: builds the inputs, computes the model and samples tokens, from a captured graph
-if one fits.
+"""Runs a scheduled batch (vLLM: model runner): inputs, eager forward pass or captured graph, sampling, prompt logprobs,
+NaN logits.
 """
 
 from concurrent.futures import Future

@@ -1,4 +1,5 @@
-"""Divides the layers of a model into cache groups, each of which has KV blocks of its own.
+"""Divides layers into cache groups, so that layers with full attention and with a sliding window have KV blocks of
+their own.
 
 Layers with full attention are group 0, and a block holds the KV of all of them. Layers with a sliding window are
 divided into further groups of at most as many layers, so that all blocks have the same size and come from one pool.

@@ -1,4 +1,6 @@
-"""Computes how many KV blocks fit, and checks that one request of full length fits. Only arithmetic and messages."""
+"""Computes how many KV blocks fit into the memory, whether a request of `max_model_len` fits, and `max_num_seqs` with
+recurrent states. Only arithmetic and messages.
+"""
 
 import logging
 import math

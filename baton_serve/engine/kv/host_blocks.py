@@ -1,4 +1,5 @@
-"""The host tier: where the copies between the KV cache and its host memory are ordered, on all ranks.
+"""Orders the copies between KV cache and host tier on all ranks; which blocks are copied is decided in
+`core/host_tier.py`.
 
 The next use of a block waits for its copy: steps by `before`, transports by `KVCache.ready_after`.
 

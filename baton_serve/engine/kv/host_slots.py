@@ -1,4 +1,4 @@
-"""Slots of host memory for KV blocks, the checksums of their bytes, and the copies between slots and blocks.
+"""Allocates slots of host memory for evicted KV blocks, copies blocks to and from them, and compares their checksums.
 
 On hosts a copy is complete when its call returns. On a device, copies run beside the computation, on one stream for
 each direction. Each copy waits for the previous use of its block and slot. The memory is pinned if possible.

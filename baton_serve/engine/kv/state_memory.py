@@ -1,4 +1,5 @@
-"""The memory of recurrent states: what a layer of linear attention or a state space keeps of a sequence.
+"""Allocates the memory of recurrent states (Mamba, linear attention), a row for each batch slot, and copies checkpoints
+of them.
 
 Unlike KV, a state has a fixed size: the last inputs of a convolution and a matrix that every token changes. Each batch
 slot has one row with the states of all layers, which steps read and write. Spare rows behind these receive states that

@@ -1,4 +1,5 @@
-"""Makes a folder in Hugging Face format from a single GGUF file: config, tokenizer and chat template.
+"""Unpacks a single GGUF file to a model folder: config, tokenizer and chat template, by `gguf_metadata.py` or by
+transformers.
 
 They are derived from the file's metadata, for architectures and tokenizers that are not known here by transformers. The
 weights stay in the file; the folder has a link to it.

@@ -1,4 +1,5 @@
-"""Derives config.json and tokenizer.json from the metadata of a GGUF file, for dense decoders of known families.
+"""Derives config.json, tokenizer and default sampling parameters from the metadata of a GGUF file, for known dense
+decoders.
 
 The result is the same as that of transformers, which needs seconds for it. Anything that is not known here yields None,
 and transformers derives it.

@@ -1,4 +1,5 @@
-"""Reads weights from a GGUF file, under the names that transformers has for them.
+"""Maps the tensors of a GGUF file to a model's parameters; their quantized blocks are decoded in
+`quantization/checkpoints/gguf.py`.
 
 The file is in a folder in Hugging Face format, whose config and tokenizer are used (gguf_folder makes such a folder).
 Linear layers keep their codes (quantization.checkpoints.gguf). Dense decoders of known families need no transformers.

@@ -1,4 +1,5 @@
-"""Finds out what the layers of a loaded decoder keep of each sequence, by running a few tokens through it.
+"""Finds out what each layer of a loaded decoder keeps of a sequence (KV shape, window, recurrent states), by running a
+few tokens.
 
 A layer keeps keys and values (attention), recurrent states (linear attention, state spaces, short convolutions), both,
 or neither (a layer that is an MLP or a mixture of experts only).

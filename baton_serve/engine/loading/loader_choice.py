@@ -1,4 +1,6 @@
-"""Loads a model: dense decoders by this project's own code, all others through transformers."""
+"""Chooses the loader of a model: `native` for known dense decoders, else transformers; the model's class is decided in
+these loaders.
+"""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Compares a miniature of a model with transformers at load, so that no model is served that differs silently.
+"""Compares a small model of the same class with transformers at load, and refuses classes whose outputs differ.
 
 A class whose layers run through transformers may depend on more than the attention interface carries: on a mask of its
 own, a window in the config alone, or values of the tokens. Such a model gives other answers without an error. So for a

@@ -1,4 +1,6 @@
-"""Loads a rank's part of a model whose weights are not quantized. Of each stored tensor only this part is read."""
+"""Reads a tensor-parallel rank's part of unquantized weights; which part that is, is decided in `model/rank_parts.py`.
+Of each stored tensor only this part is read.
+"""
 
 from collections.abc import Callable
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""Makes the text part of multimodal models a decoder of its own, where transformers has no class for it.
+"""Decides which class of transformers serves as text decoder of a multimodal model, or makes one.
 
 A Qwen-VL model, for example, is a text model, a vision tower and a head. transformers has classes for the text model
 and for all three, but none for the text model with the head.

@@ -1,4 +1,4 @@
-"""Loads a decoder from a local Hugging Face folder through transformers, and finds out how it attends.
+"""Loads a decoder through transformers: its class, attention implementation, quantized or dummy weights, a rank's part.
 
 Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """

@@ -1,4 +1,4 @@
-"""Decides by a model's config alone whether paged attention can serve it, before its weights are read.
+"""Decides by config.json alone which model types, or numbers of ranks and stages, are refused, before weights are read.
 
 A refusal is one sentence: what the model has that is not supported, and what to use instead.
 """

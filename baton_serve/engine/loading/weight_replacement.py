@@ -1,4 +1,5 @@
-"""Checks whether a folder has weights that can replace those of the loaded model: the same architecture and shapes.
+"""Decides whether the weights in a folder may replace those of the running model (`/update_weights_from_disk`): same
+architecture and shapes.
 
 It reads configs and the headers of weight files, and no weights. So it finds most errors in milliseconds, before the
 model that serves requests is unloaded. An error that it cannot find is found when the new weights are loaded.

@@ -1,4 +1,5 @@
-"""Connects attention modules of transformers that do not use its attention interface correctly to paged attention.
+"""Changes attention modules of transformers that do not call its attention interface as needed, so that they use paged
+attention.
 
 Some modules never call the interface; others pass more than the KV cache stores (MLA). Each class was compared with
 transformers, and is changed, by its name, to call `paged_attention.attend`. Projections, rotation and merging of heads

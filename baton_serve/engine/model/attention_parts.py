@@ -1,4 +1,5 @@
-"""Divides the attention modules of transformers by heads, from the names and sizes of their linear layers.
+"""Decides which heads of attention a tensor-parallel rank holds, also with fewer KV heads than ranks, and cuts Q, K, V
+accordingly.
 
 Most have a product each for queries, keys and values. Others have one for all, whose outputs lie side by side, or head
 by head; latent attention has a product that makes the keys and values of every head. Encoders such as BERT have

@@ -1,4 +1,4 @@
-"""Turns a scheduled batch into arrays, and arrays into tensors, with few operations.
+"""Builds the input arrays of a step: token ids, positions, KV slots, block tables, rows of LoRA adapters.
 
 Rank 0 builds the arrays; every rank uploads them.
 """

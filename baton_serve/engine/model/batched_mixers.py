@@ -1,5 +1,4 @@
-"""Computes transformers' layers of state spaces (Mamba-1 and Mamba-2), of lightning attention and of Kimi Delta
-Attention for all tokens of a step at once, by the kernels of token mixers.
+"""Computes layers of Mamba-1, Mamba-2, lightning attention and Kimi Delta Attention for all tokens of a step at once.
 
 The kernels find the sequences of a step by themselves and change the states in their slots. So a step needs neither a
 call for each chunk of a prompt nor copies of states. Projections and norms stay the module's own. Each function

@@ -1,4 +1,5 @@
-"""Chunked attention (Llama 4): a token sees the earlier tokens of its own chunk of the sequence only.
+"""Makes the attention metadata of layers with chunked attention (Llama 4): a token sees only its own chunk of the
+sequence.
 
 For such a layer every chunk of a sequence is a sequence of its own: its context begins with the chunk, so its block
 table begins with the chunk's first block. Kernels compute it as any other batch. New keys and values have the same

@@ -1,4 +1,4 @@
-"""Decides the longest context of a model (`--max-model-len`), and whether a setting may exceed the model's config."""
+"""Decides the longest context of a model (`--max-model-len`), and whether it may exceed the model's config."""
 
 import logging
 

@@ -1,4 +1,5 @@
-"""The differences between families of decoders and Llama, in one table for the fused layers.
+"""Describes how decoder families differ from Llama (norms, scales, activations, rotary embedding), in one table for
+fused layers.
 
 A row names the attributes of transformers' modules and configs that hold a norm, a scale or an activation. Whatever
 is not named is as in Llama.

@@ -1,4 +1,4 @@
-"""Identifies the weights that compute a KV cache, so that instances exchange blocks only if their weights are equal.
+"""Computes the hash that identifies weights and config, so that only instances with equal ones share KV blocks.
 
 It hashes the config, the header of each weight file and samples of its bytes. This takes seconds even for large models,
 and does not depend on the files' place or time.

@@ -1,6 +1,4 @@
-"""Computes logits from a step's inputs, through fused layers if they support the model, or
-else through transformers.
-"""
+"""Chooses the forward pass of a model: fused layers if they support it, or else transformers' modules."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

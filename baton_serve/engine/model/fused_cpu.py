@@ -1,5 +1,5 @@
-"""Decoders with ordinary MLPs on CPUs with bf16 matrix instructions: the layers' weights, packed for a single call of
-C++.
+"""Computes all layers by one C++ call on CPUs with bf16 instructions, and decides which decoders with ordinary MLPs
+fit.
 
 Weights may be bf16 or quantized. Layers may have the gated delta rule, attention with a gate (Qwen3.5), or latent
 attention (Youtu-LLM).

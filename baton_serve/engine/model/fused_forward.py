@@ -1,4 +1,5 @@
-"""Decoders as a list of matrix products and fused kernels, on the weights that transformers loaded.
+"""Computes decoder layers as a list of matrix products and fused kernels; which product or kernel does it, is decided
+in `kernels`.
 
 A layer of Llama is: norm, QKV as one product, rotary and KV store, attention, output, residual and norm, gate and up as
 one product, activation, down. `families.py` describes how other families differ. With small batches, calling

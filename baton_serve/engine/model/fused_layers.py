@@ -1,4 +1,4 @@
-"""The weights of decoder layers in the form that fused kernels read: which modules can be packed, and packing them."""
+"""Decides which models fused layers support, and packs their weights (one product for QKV, one for gate and up)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""Fused layers with LoRA adapters.
+"""Computes fused layers with LoRA adapters.
 
 Steps without an adapter run as in `FusedForward`. Others run product by product, since the adapter's part must be added
 before the next kernel uses the output. On devices with captured graphs, kernels add the parts of all adapters from

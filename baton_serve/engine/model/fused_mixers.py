@@ -1,5 +1,4 @@
-"""Token mixers of fused layers that differ from Llama's attention: the gated delta rule, attention with a gate, and
-latent attention.
+"""Decides which attention differs from Llama's in fused layers and packs it: gated delta rule, gated attention, MLA.
 
 All products of a mixer that read its input are one, whose rows are put into the order in which the kernels read the
 outputs. A mixer takes the outputs of that product, and returns the input of the layer's output product.

@@ -1,4 +1,6 @@
-"""A loaded model as the rest of the engine sees it. This module does not import transformers, which takes seconds."""
+"""Describes a loaded model to the rest of the engine: layers, KV shapes, recurrent states, fingerprint. This module
+does not import transformers, which takes seconds.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

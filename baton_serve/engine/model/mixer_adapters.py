@@ -1,5 +1,5 @@
-"""Computes layers with recurrent states whose modules in transformers cannot continue from a state with several tokens,
-or do not keep it in transformers' cache.
+"""Replaces the forward of layers (Mamba, lightning attention, RecurrentGemma) that in transformers cannot continue from
+a state with several tokens.
 
 Each function replaces the forward of one class, and was compared with it. `cache` has the states of the sequences, or
 nothing for the start of a sequence; all sequences have as many tokens. Projections and norms stay the module's own.

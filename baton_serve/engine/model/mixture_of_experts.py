@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers' models, in the form that grouped kernels need: a router and stacked weights."""
+"""Decides how each mixture of experts (MoE) routes tokens to experts, and stacks its weights for grouped kernels."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

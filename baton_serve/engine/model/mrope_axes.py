@@ -1,4 +1,4 @@
-"""Rotary angles with M-RoPE: from which of the three rows of a token's positions each frequency reads.
+"""Decides which of the three rows of M-RoPE positions each rotary frequency reads.
 
 transformers' classes of such models read them themselves. Models that are built as another family get it here.
 """

@@ -1,4 +1,4 @@
-"""Positions with three rows (M-RoPE): frame, row and column of the tokens of images; for text all three are equal.
+"""Computes M-RoPE positions with three rows: frame, row and column of image tokens; for text all three are equal.
 
 They follow from the grids in `Work.media` alone, so every instance computes the same ones for any part of a sequence,
 also without the images. Behind a prompt only a shift is left, so decode steps have one row, like those of all models.

@@ -1,4 +1,4 @@
-"""Packed products in place of the linear layers that transformers calls, for models without fused layers on a CPU.
+"""Replaces linear layers of transformers' modules by packed products on CPUs, for models without fused layers.
 
 torch multiplies a few rows by a bf16 matrix several times more slowly than memory delivers the matrix. Here each matrix
 is packed once at load (kernels/cpu/linear.py), and transformers' copy is freed, so that it is in memory only once.

@@ -1,4 +1,5 @@
-"""Connects transformers' models to paged attention: one attention function, and the data that it needs for each step.
+"""Registers paged attention in transformers (AttentionInterface), and decides a layer's rules: window, sinks, softcap,
+scale.
 
 The layers of a model call `attend` through transformers' AttentionInterface. The data of a step is passed as a keyword
 argument of the model's forward. Some models do not pass it on to their layers; their modules read it from the model's

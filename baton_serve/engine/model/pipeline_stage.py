@@ -1,4 +1,4 @@
-"""Runs one stage of a pipeline: some of a model's layers, between activations from other ranks and for other ranks.
+"""Runs the layers of one pipeline-parallel stage; which layers these are, is decided in `collectives/stage_layers.py`.
 
 The first stage has the embedding and the head, so a shared weight is in memory once, and the last stage sends back the
 few rows that need logits instead of the logits. Layers of other stages are replaced by `SkippedLayer`, which keeps the

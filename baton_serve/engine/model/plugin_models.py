@@ -1,4 +1,5 @@
-"""Model classes that are neither in transformers nor in a model's folder: a program or a plug-in registers them.
+"""Registers model classes of plug-ins and programs (vLLM: ModelRegistry), which are neither in transformers nor in the
+model's folder.
 
 A plug-in is a package with an entry point in the group `baton.general_plugins`. It names a function without parameters,
 which every process with an engine calls before it reads a model, so instances and ranks know the same classes.

@@ -1,4 +1,4 @@
-"""Runs transformers' layers of linear attention and state spaces ("mixers") on a step's packed tokens.
+"""Runs transformers' layers of linear attention and state spaces on a step, sequences of equal length together.
 
 A mixer keeps a state per sequence and takes sequences of equal length as a batch. A step has the tokens of several
 sequences one after another, and their states lie in batch slots. So each mixer's forward is replaced: it splits the

@@ -1,4 +1,5 @@
-"""Replaces transformers' functions for one token of recurrent layers by kernels that work in the batch slots.
+"""Replaces transformers' functions for one token of Mamba and gated delta layers by C++ kernels that work in the batch
+slots.
 
 The modules call these functions by global names of their file, with the states that the cache has returned. A module
 gets a second forward for steps of one token: the same code, in which the names stand for functions that accept a

@@ -1,4 +1,5 @@
-"""Rotary frequencies: how dense decoders compute them without transformers, and how they are fixed at load.
+"""Computes rotary frequencies (RoPE) of dense decoders, stretches them (`rope_scaling` of Llama 3), and fixes those
+that depend on length.
 
 transformers would choose some frequencies in each forward pass by the longest position in it. In a batch of unrelated
 requests, one request's KV would then depend on another's length. So the choice is made once, from `max_model_len`, as

@@ -1,4 +1,4 @@
-"""Divides layers with recurrent states over tensor-parallel ranks.
+"""Decides which heads of linear attention, and so which recurrent states, a tensor-parallel rank holds.
 
 Linear attention by the gated delta rule is divided by its key heads: a rank has these heads, the value heads that read
 them, their channels of the convolution, and their part of the states. Other layers with states stay whole: each rank

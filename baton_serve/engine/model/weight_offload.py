@@ -1,4 +1,4 @@
-"""Keeps the weights of some decoder layers in host memory, and copies them to the device layer by layer in each step.
+"""Decides which layers' weights stay in host memory (`--cpu-offload-gb`), and copies them to the device in each step.
 
 The device has two buffers, which these layers use in turn: while one layer computes, the weights of the next one are
 copied on a second stream. The tensors of a layer are views of its buffer, so their addresses never change, and a

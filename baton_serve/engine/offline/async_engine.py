@@ -1,5 +1,5 @@
-"""`AsyncLLMEngine`: an `LLMEngine` for coroutines. The engine runs in a thread of its own, and only this thread uses
-it.
+"""`AsyncLLMEngine`: an `LLMEngine` for coroutines, in a thread of its own. The engine runs in a thread of its own, and
+only this thread uses it.
 
 Coroutines send it functions through a queue; it sends outputs back with `call_soon_threadsafe`.
 """

@@ -1,4 +1,4 @@
-"""Audio in prompts of the offline API: arrays of the caller, or files, as the WAV files that the engine reads."""
+"""Converts audio of the offline API (arrays or files) to the WAV files that the engine reads."""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Beam search for one request: each step asks the engine for one token after each beam. See `contracts.beam_search`."""
+"""Runs the beam search of one offline request; scores and the choice of beams are decided in
+`contracts/beam_search.py`. See `contracts.beam_search`.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The arguments of an engine as flags, for programs that parse them with vLLM's `EngineArgs.add_cli_args`."""
+"""Adds the arguments of an engine as flags to a parser, as vLLM's `EngineArgs.add_cli_args` does."""
 
 import json
 import types

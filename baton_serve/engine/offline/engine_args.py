@@ -1,4 +1,4 @@
-"""Turns vLLM's arguments and a model's folder into the config, tokenizer and defaults of an engine.
+"""Converts vLLM's engine arguments to an engine's config, tokenizer and defaults; decides which have no effect.
 
 The classes `…Config` at the end are the settings as vLLM's `LLMEngine.get_…_config` returns them.
 """

@@ -1,4 +1,4 @@
-"""Images and videos in prompts of the offline API: from `multi_modal_data`, or from the parts of a chat message.
+"""Puts images and videos into prompts of the offline API: from `multi_modal_data`, or from the parts of a chat message.
 
 An image becomes a file (PNG) and is then handled as a server handles it: equal pixels give equal tokens and cached KV.
 """

@@ -1,4 +1,6 @@
-"""`LLM`: a model in this process. All work runs in the caller's thread; outputs have the order of the inputs."""
+"""The class `LLM`: pairs prompts with SamplingParams, keeps the order of outputs, applies chat templates, refuses calls
+that do not fit the model. All work runs in the caller's thread; outputs have the order of the inputs.
+"""
 
 from collections.abc import Sequence
 from types import TracebackType

@@ -1,4 +1,6 @@
-"""`LLMEngine`: accepts requests while others are running. Its owner calls `step` in a loop, from one thread."""
+"""The class `LLMEngine`: accepts requests while others run; its owner calls `step` in a loop. Its owner calls `step` in
+a loop, from one thread.
+"""
 
 import logging
 from collections.abc import Sequence

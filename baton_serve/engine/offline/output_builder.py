@@ -1,4 +1,4 @@
-"""Collects the tokens of a request's sequences and builds the outputs that the caller sees: text, logprobs, reasons."""
+"""Builds the outputs of the offline API from tokens: detokenization, stop strings, logprobs, finish reasons."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

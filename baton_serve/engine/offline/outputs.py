@@ -1,4 +1,6 @@
-"""Outputs of the offline API. Names are vLLM's."""
+"""Defines the output classes of the offline API (`RequestOutput`, …) and its metrics, with vLLM's names. Names are
+vLLM's.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar

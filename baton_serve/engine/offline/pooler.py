@@ -1,4 +1,6 @@
-"""Runs inputs of the offline API through a `PoolingEngine`: adds all and steps it until the last is computed."""
+"""Computes vectors of the offline API: tokenizes, truncates, and steps a `PoolingEngine` until the last input is
+computed.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""The inputs of coroutines that wait for a pooling model. Those of one step are computed together."""
+"""Collects the inputs of coroutines that wait for a pooling model, so that those of one step are computed together.
+Those of one step are computed together.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

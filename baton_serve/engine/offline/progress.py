@@ -1,4 +1,4 @@
-"""The progress bar of `LLM`: prompts that are finished, and tokens per second."""
+"""Shows the progress bar of `LLM`: prompts that are finished, and tokens per second."""
 
 import time
 from types import TracebackType

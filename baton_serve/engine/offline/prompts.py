@@ -1,4 +1,6 @@
-"""The forms of a prompt: a text, a list of token ids, or a dict with one of them. Several prompts are a list."""
+"""Reads the forms of a prompt: a text, a list of token ids, a dict with one of them, or several of these. Several
+prompts are a list.
+"""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

@@ -1,4 +1,6 @@
-"""Parameters of a request of the offline API. Names, defaults and ranges are vLLM's."""
+"""Defines `SamplingParams`, `BeamSearchParams` and `PoolingParams` of the offline API, and checks their ranges;
+`llm.py` pairs them with prompts. Names, defaults and ranges are vLLM's.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Runs requests of the offline API on an `Engine`, and collects what each has generated so far.
+"""Runs requests of the offline API on an `Engine`, and collects their tokens; their order is decided in `llm.py`.
 
 The caller steps it, and calls `forget` for requests that have ended.
 """

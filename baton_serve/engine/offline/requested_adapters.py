@@ -1,4 +1,6 @@
-"""LoRA adapters of the offline API: vLLM's `LoRARequest`, and the adapters that such requests have loaded so far."""
+"""Loads the LoRA adapters of offline requests (`LoRARequest`) at first use, and drops the least recently used one for
+another.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

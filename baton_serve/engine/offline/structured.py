@@ -1,5 +1,4 @@
-"""Structured output of the offline API: an answer that follows a JSON schema, a regular expression, a choice or a
-grammar.
+"""Reads `StructuredOutputsParams` of the offline API (JSON schema, regex, choice, grammar) and writes its grammar.
 
 Names are vLLM's. The router writes the same grammar for the same request.
 """

@@ -1,4 +1,4 @@
-"""Videos in prompts of the offline API: frames of the caller, or files that another process decodes."""
+"""Prepares videos of the offline API: frames of the caller, or files that another process decodes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

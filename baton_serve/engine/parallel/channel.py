@@ -1,5 +1,5 @@
-"""Frames between two processes over a pair of connected sockets: length, then bytes. Every wait has a timeout or ends
-with the other process.
+"""Sends frames between two processes of an engine over a pair of connected sockets: length, then bytes. Every wait has
+a timeout or ends with the other process.
 
 When the other process exits, its socket is closed, which is noticed immediately. On another host it may also fall
 silent; then the kernel ends the connection (see `RemoteRanks`).

@@ -1,4 +1,5 @@
-"""The commands of rank 0 to the other ranks and their answers, each one MessagePack frame. Arrays are sent as bytes.
+"""Defines the commands of rank 0 to the other ranks and their answers, each one MessagePack frame. Arrays are sent as
+bytes.
 
 A rank that fails answers with `CommandFailed`. Otherwise it answers only the commands whose docstrings say so.
 """

@@ -1,4 +1,4 @@
-"""Connects rank 0 with the program that sends and receives another rank's part of KV blocks, in that rank's process.
+"""Connects rank 0 with the process of another rank that sends and receives that rank's part of KV blocks.
 
 The engine moves no blocks between processes. A program that does so for the instance runs in each rank's process, in
 threads of its own, while the rank's thread executes the commands of rank 0.

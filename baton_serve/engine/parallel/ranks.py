@@ -1,4 +1,4 @@
-"""Rank 0's side of tensor and pipeline parallelism: starts the other ranks, sends them commands and detects their exit.
+"""Starts the processes of the other tensor- and pipeline-parallel ranks, sends them commands and detects their exit.
 
 Ranks on other hosts are started there (`services.instance.nodes`), and connect to this one. If one rank exits, or a
 host falls silent, the whole instance ends. Used from the engine's thread. A watcher thread reports ranks that have

@@ -1,4 +1,5 @@
-"""Rank 0's executor, block copies and host tier for several ranks: calls send their command to the other ranks first.
+"""Rank 0's executor for several ranks: it sends each call (forward, copies, graphs) to the other ranks before it does
+its own part.
 
 If a step fails here, the other ranks wait in it for this one, and would take the sums of the next step for those of
 this one. So the instance must end; with a single rank only the requests of the step fail.

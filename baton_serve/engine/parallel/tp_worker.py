@@ -1,4 +1,6 @@
-"""A rank other than 0: `python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID`.
+"""Executes rank 0's commands (load, step, copy) in the process of another tensor- or pipeline-parallel rank.
+
+    python -m baton_serve.engine.parallel.tp_worker DESCRIPTOR PID
 
 It is started by process PID and ends with it. It executes the commands that come through the socket, one after another.
 On another host than rank 0's, a process of `services.instance.nodes` connects the socket and calls `run_rank`.

@@ -1,4 +1,5 @@
-"""The engine of pooling models: it takes whole inputs and returns vectors, many inputs in one pass.
+"""The engine of pooling models: computes whole inputs to vectors, many in one pass; `input_queue.py` chooses which
+share a pass.
 
 With several ranks, all of them compute each pass, and rank 0 pools. Its owner calls it from one thread. It has no KV
 cache, so block counts in its statistics are 0.

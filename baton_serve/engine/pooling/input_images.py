@@ -1,4 +1,4 @@
-"""Images of inputs: checks them, and turns them into arguments of the model's forward pass."""
+"""Checks the images of inputs to pooling models, and turns them into arguments of the forward pass."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The queue of inputs for forward passes, which chooses the inputs that share a pass. It has no tensors and no clock.
+"""Decides which inputs of pooling models share a forward pass, by their lengths. It has no tensors and no clock.
 
 A pass pads all inputs to the longest, so inputs of similar lengths are put together, those with images apart. The input
 that comes first in order (priority, then arrival) is always among them.

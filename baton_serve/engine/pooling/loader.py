@@ -1,4 +1,4 @@
-"""Loads pooling models from a local Hugging Face folder with transformers.
+"""Loads pooling models with transformers, and decides their class and head (embedding, classifier, reranker).
 
 Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """

@@ -1,4 +1,5 @@
-"""Finds out what a model is for: generating text, embedding or classifying. Reads two JSON files and loads nothing.
+"""Decides whether a model generates, embeds or classifies (`--task`, `--runner`), from two JSON files. Reads two JSON
+files and loads nothing.
 
 The rules are vLLM's: an explicit task wins, then a Sentence Transformers folder means embeddings, then the
 architecture's name decides.

@@ -1,4 +1,4 @@
-"""The forward pass of pooling models over a padded batch, through transformers, and the pooling of its output."""
+"""Computes the forward pass of pooling models over a padded batch, and pools its output: last token, CLS, mean."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

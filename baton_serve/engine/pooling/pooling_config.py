@@ -1,4 +1,5 @@
-"""Reads how hidden states become an embedding, from Sentence Transformers' modules.json.
+"""Reads from modules.json of Sentence Transformers how hidden states become an embedding: pooling, normalization,
+dimensions.
 
 Without this file vLLM's defaults apply: the last token for decoders, the first for encoders, and a normalized vector.
 """

@@ -1,4 +1,6 @@
-"""A rank other than 0 of a pooling model: `python -m baton_serve.engine.pooling.pooling_tp_worker DESCRIPTOR PID`.
+"""Computes a tensor-parallel rank's part of a pooling model, in the process of a rank other than 0.
+
+    python -m baton_serve.engine.pooling.pooling_tp_worker DESCRIPTOR PID
 
 It computes every batch that rank 0 sends, for the sums over the ranks in it. Rank 0 alone pools the output.
 """

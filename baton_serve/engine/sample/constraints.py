@@ -1,5 +1,5 @@
-"""Computes which tokens each row of a step may choose: grammar, allowed_token_ids, bad_words, the rules of
-transcripts and min_tokens as one mask.
+"""Joins grammar, `allowed_token_ids`, `bad_words`, `min_tokens` and the rules of transcripts into one mask of the
+tokens that a row may choose.
 
 It runs on the host, without torch, and depends on the generated tokens only. If min_tokens leaves no token, it is
 ignored; if the other rules leave none, the request fails.

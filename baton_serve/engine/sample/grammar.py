@@ -1,4 +1,4 @@
-"""Grammars of structured output, by llguidance: which tokens of the model's vocabulary may come next.
+"""Computes which tokens a grammar allows next (structured output, by llguidance), and keeps compiled grammars.
 
 The state of a grammar is a function of the grammar and the generated tokens. So after a handoff, a preemption or a
 replay it is built again from the tokens. Used by one thread at a time.

@@ -1,4 +1,5 @@
-"""Compiles grammars in a worker, on a thread whose native stack is larger than any grammar needs that may arrive.
+"""Compiles grammars of structured output in a worker, on a thread whose native stack is large enough for any that may
+arrive.
 
 A matcher must live in the process that computes masks with it, so a worker cannot compile in a child process as the
 router does. Three things keep a grammar from crashing a worker. `contracts.grammar_bounds` is checked here again, so

@@ -1,4 +1,4 @@
-"""Repetition, presence and frequency penalties, from counts that are updated with each token and never recounted.
+"""Applies repetition, presence and frequency penalties to logits, by token counts that are kept on the device.
 
 They are defined as in vLLM: repetition considers prompt and output, the other two only the output.
 """

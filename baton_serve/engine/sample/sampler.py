@@ -1,4 +1,5 @@
-"""Samples tokens from logits for a whole batch, as each request's SamplingParams ask.
+"""Samples tokens from logits: logits processors, `logit_bias`, temperature, min-p, top-k, top-p; computes the answer's
+logprobs.
 
 The order is vLLM's: logits processors, token masks, logit_bias, penalties, temperature, min_p, top_k, top_p. Then the
 token is found by inverting the cumulative probability, in vocabulary order, at the token's own random number. So the

@@ -1,4 +1,5 @@
-"""Sends each step's token masks to the device while it computes. They are built in a thread and sent in one copy.
+"""Sends each step's token masks to the device while it computes; what they allow is decided in `constraints.py`. They
+are built in a thread and sent in one copy.
 
 The thread works between the start of a step and its logits. Everything that it needs is known at the start.
 """

@@ -1,4 +1,4 @@
-"""Which tokens of a transcript may follow: suppressed tokens, and Whisper's rules for timestamps.
+"""Decides which tokens of a transcript may follow: suppressed tokens, and Whisper's rules for timestamps.
 
 All rules but one depend on the generated tokens only, and become a mask on the host. The last one compares
 probabilities, on the device.

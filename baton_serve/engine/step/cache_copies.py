@@ -1,4 +1,4 @@
-"""The memory of all KV and recurrent states of an engine, and the planned copies in it, on all ranks.
+"""Executes the planned copies of KV blocks and recurrent states on all ranks; they are planned in `core`.
 
 A checkpoint of recurrent states is put together in the host memory where blocks are whole, in the order of a single
 rank, so that its bytes do not depend on the number of ranks. If that memory is a mirror, the devices keep the

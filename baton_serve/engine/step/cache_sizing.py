@@ -1,4 +1,6 @@
-"""Sizes the KV cache: the memory that is left beside the weights and the largest step, on all ranks."""
+"""Decides the number of KV blocks: measures the largest step, takes the memory that is left, and allocates the cache on
+all ranks.
+"""
 
 from dataclasses import replace
 

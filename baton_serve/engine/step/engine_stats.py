@@ -1,4 +1,6 @@
-"""Counts the engine's steps and tokens, and reads its state for load reports and metrics."""
+"""Counts steps and tokens of the engine, and reads its state for load reports; metrics are computed in
+`services/instance/metrics.py`.
+"""
 
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.core.outputs import EngineStats

@@ -1,4 +1,6 @@
-"""Steps that were launched and are not finished, and the decision whether the next may be launched before they end."""
+"""Decides whether the next step is launched before the last one ends (async scheduling), and ends requests that failed
+in a step.
+"""
 
 from dataclasses import dataclass
 

@@ -1,5 +1,5 @@
-"""Reports the KV blocks of a prompt's last chunk one group of layers at a time, so that their transfer overlaps with
-the computation of later layers.
+"""Decides into how many layer groups a prompt's last chunk is divided, and reports each, so that transfer overlaps with
+computation.
 
 On a device the host runs ahead, so a thread waits for an event of each group. On hosts a layer is complete when its
 function returns. Small amounts are reported in larger groups, or as whole blocks, since a message has a fixed cost.

@@ -1,4 +1,5 @@
-"""Counts the users of blocks in the mirror, for several devices that each hold a part of every block.
+"""Decides when a block in the mirror (host memory where ranks join their parts of a block for transport) is copied and
+freed.
 
 The mirror is host memory in which the ranks put the parts of a block together for transport. A block is copied there
 before it is read, and back to the devices after it was received. On hosts and with a single device, transports use the

@@ -1,4 +1,6 @@
-"""Records what the engine's thread and its device do, as a trace of torch's profiler (chrome://tracing, Perfetto)."""
+"""Records the engine's thread and its device between `/start_profile` and `/stop_profile`, as a trace of torch's
+profiler.
+"""
 
 import os
 import time

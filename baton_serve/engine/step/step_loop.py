@@ -1,4 +1,5 @@
-"""The loop of an engine: it schedules steps, launches them on the device, and applies their results to the requests.
+"""Launches scheduled steps (`core/scheduler.py` decides what they compute), several at a time in a pipeline, and
+applies their results to the requests.
 
 On accelerators the next step is launched before the tokens of the current one are known.
 """

@@ -1,4 +1,6 @@
-"""Runs artificial prompts through scheduler and runner before the first request, to allocate, compile and measure."""
+"""Decides which artificial batches run before the first request, to compile kernels and to measure prefill and decode
+speed.
+"""
 
 import time
 

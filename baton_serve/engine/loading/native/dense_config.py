@@ -1,4 +1,5 @@
-"""Decides which folders have a dense decoder of a known family. Only `read_folder` does I/O; torch is not imported.
+"""Decides from config.json whether a model is a dense decoder (Llama, Mistral, Qwen) that loads without transformers.
+Only `read_folder` does I/O; torch is not imported.
 
 A field that a config leaves out would get transformers' default, and an unknown field may change what is computed. In
 both cases, and for values that transformers would reject, the folder is left to transformers.

@@ -1,4 +1,4 @@
-"""A dense decoder's weights under the names of checkpoints.
+"""Holds a dense decoder's weights as modules with the names of checkpoints.
 
 It has no forward; the fused layers compute it (engine/model/fused_forward.py).
 """

@@ -1,4 +1,5 @@
-"""Loads a model and rounds its linear layers one by one, so that the unrounded model is never in memory as a whole.
+"""Quantizes while loading (`--quantization`), layer by layer, so that the unrounded model is never in memory as a
+whole.
 
 A skeleton is built without memory; each tensor of the checkpoint is copied to the device and rounded there, the largest
 first. If the checkpoint's names are not the model's own, transformers loads it into host memory, and it is rounded from

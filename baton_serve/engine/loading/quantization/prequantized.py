@@ -1,4 +1,4 @@
-"""Loads a model whose checkpoint has quantized weights, layer by layer, in the form in which they are stored.
+"""Loads a quantized checkpoint (AWQ, GPTQ, FP8, …) layer by layer, and decides which layers keep their codes.
 
 Some models have parameters that transformers converts from the checkpoint, such as experts that are stored one by one.
 These become floats in host memory; the rest of the model stays quantized.

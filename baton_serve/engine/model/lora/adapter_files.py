@@ -1,4 +1,5 @@
-"""Reads an adapter's folder as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+"""Reads a LoRA adapter's folder as PEFT writes it: adapter_config.json and adapter_model.safetensors; refuses what is
+not supported.
 
 Every defect of a folder is raised as an `AdapterError` that names the folder and the cause.
 """

@@ -1,4 +1,5 @@
-"""The adapters of an engine, as its owner and its scheduler see them.
+"""Decides when the weights of a LoRA adapter are read again for a request, and loads and unloads adapters while the
+engine runs.
 
 An adapter that was loaded keeps its name until it is unloaded. The weights of the most recently used ones are on the
 device, at most `max_cpu_loras`. Others are read again, in a thread, when a request needs them.

@@ -1,4 +1,5 @@
-"""Adds the products of adapters to a step. One step may have several adapters, and rows without any.
+"""Adds the LoRA products of each row's adapter to the output of a linear layer. One step may have several adapters, and
+rows without any.
 
 The base product is computed once for all rows. Then each adapter adds two thin products for its own rows.
 """

@@ -1,4 +1,6 @@
-"""Keeps the names of adapters, and the weights of the most recently used ones, beside a model."""
+"""Decides whether a LoRA adapter is accepted (`--max-lora-rank`, modules), and which one leaves the device for another
+(LRU).
+"""
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence

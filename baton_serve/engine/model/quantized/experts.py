@@ -1,4 +1,5 @@
-"""Quantized experts of a mixture, stacked for grouped products (engine.model.mixture_of_experts).
+"""Quantizes the experts of a mixture (MoE), stacked for grouped products, and decides which kinds of mixtures can be
+quantized.
 
 Only kinds of mixtures that the grouped products support are replaced, since transformers' own module would not find its
 weights any more.

@@ -1,4 +1,5 @@
-"""The weight formats of `--quantization`, and how a weight is rounded to each. No calibration data is used.
+"""Defines the weight formats of `--quantization` (FP8, INT8, INT4, NF4, MX), and rounds a weight to each. No
+calibration data is used.
 
 Scales of groups are bfloat16, those of whole rows and of NF4 float32. Codes are chosen for the scale as it is stored.
 """

@@ -1,4 +1,4 @@
-"""Modules that replace linear layers and embeddings whose weights are quantized, or come from files."""
+"""Modules that take the place of linear layers and embeddings with quantized weights."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast

@@ -1,4 +1,5 @@
-"""Rounds the linear layers of a model to few bits, one at a time, while its weights are loaded or afterwards.
+"""Decides which layers `--quantization` rounds to which format (the head gets eight bits), and replaces them one at a
+time.
 
 The head always gets eight bits: it is a large part of a small model, and fewer bits cost most quality there. An
 embedding that shares the head's weight shares the rounded weight.

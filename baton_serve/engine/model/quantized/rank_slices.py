@@ -1,4 +1,5 @@
-"""Cuts quantized weights for tensor-parallel ranks. A rank's codes and scales are those of the whole weight.
+"""Cuts quantized weights for tensor-parallel ranks, so that codes and scales are those of the whole weight. A rank's
+codes and scales are those of the whole weight.
 
 So all numbers of ranks compute with the same rounded weights. If a cut falls between two groups of codes, nothing
 changes; if it falls into a group, all groups become smaller and repeat their scales.

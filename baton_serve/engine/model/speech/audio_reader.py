@@ -1,4 +1,4 @@
-"""Decodes windows of audio and computes their features with the model's own extractor. Callable from any thread.
+"""Decodes windows of audio and computes mel features with the model's own extractor. Callable from any thread.
 
 A window is a WAV file with 16-bit samples, at most as long as the encoder's window. The router cuts and converts what
 clients send into such files, so that instances need no decoders of audio.

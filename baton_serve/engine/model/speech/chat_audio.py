@@ -1,4 +1,4 @@
-"""The audio of chats: files to spectra by the model's own extractor, and spectra to embeddings by its encoder.
+"""Turns the audio of chats into features by the model's own extractor, and features into embeddings by its encoder.
 
 The reader can be called from any thread.
 """

@@ -1,4 +1,4 @@
-"""Decoders with cross-attention: which families have a port, what their layers keep, and their forward pass.
+"""Computes decoders with cross-attention (Whisper), and decides which families have one and what their layers keep.
 
 Each layer attends to the tokens before, and then to the output of an encoder. Both kinds of KV have the same shape and
 lie in the same KV cache, in blocks of their own. The modules are transformers'; the order of their calls is here.

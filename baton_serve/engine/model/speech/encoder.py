@@ -1,4 +1,4 @@
-"""The encoder of a speech model, by transformers: log-mel features to the states that the decoder attends to."""
+"""Runs the audio encoder of a speech model by transformers: mel features to the states for cross-attention."""
 
 import copy
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Windows of audio of the prompts that an engine computes. The first step of a sequence whose source has no cached
-blocks encodes its window, or takes the encoder's output that an encode instance has computed.
+"""Decides when the audio of a prompt is encoded: when its source has no cached blocks and no encode instance has
+encoded it.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Keeps files of images, videos and audio decoded, for prompts that have them again, such as later turns of a chat."""
+"""Keeps decoded images, videos and audio for prompts that have them again, such as later turns of a chat."""
 
 from collections.abc import Iterable
 from threading import Lock

@@ -1,4 +1,4 @@
-"""The decoder of a model with towers for images or sound, as a model of its own.
+"""Makes the text decoder of a multimodal model a model of its own: its config, and which tensors belong to it.
 
 Of LLaVA, instances without images load only this; of all other multimodal models, every instance, which serves text.
 """

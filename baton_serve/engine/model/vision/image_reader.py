@@ -1,4 +1,4 @@
-"""Decodes images, videos and audio, and preprocesses them as the model's own processor does.
+"""Decodes images and preprocesses them as the model's own image processor does; videos and audio are passed on.
 
 All of it can be called from any thread.
 """

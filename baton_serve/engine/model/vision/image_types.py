@@ -1,4 +1,6 @@
-"""Types of images for the engine, and the interface of the vision package. Imports neither Pillow nor transformers."""
+"""Types of decoded and encoded images, and the interfaces of reading and encoding them. Imports neither Pillow nor
+transformers.
+"""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType

@@ -1,4 +1,5 @@
-"""Pixels as the towers of Qwen-VL and GLM-V read them, by a table of the 256 values of each color.
+"""Computes pixel values for Qwen-VL and GLM-V by a table instead of transformers' processor, if both give the same
+bits.
 
 The image processors of transformers scale, normalize and reorder whole images in several passes of float64 and float32.
 A pixel's result depends on its value and color alone, so a table gives the same bits several times faster.

@@ -1,5 +1,5 @@
-"""Checks that the images of a request match the placeholder tokens of its prompt, before they are handed to the object
-that encodes them (`PromptImages`). Imports neither Pillow nor transformers.
+"""Checks that the images of a request match the placeholder tokens of its prompt, and refuses the request otherwise.
+Imports neither Pillow nor transformers.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,6 @@
-"""Images of the prompts that an engine computes. They are encoded when a step first needs them."""
+"""Decides when an image of a prompt is encoded by the engine itself, and keeps embeddings for further requests (encoder
+cache). They are encoded when a step first needs them.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The vision tower and projector of a model, by transformers: pixels to embeddings of the decoder's size."""
+"""Runs the vision tower and projector of a model by transformers: pixels to embeddings of the decoder's size."""
 
 import copy
 import inspect

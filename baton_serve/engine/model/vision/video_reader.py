@@ -1,4 +1,4 @@
-"""Decodes videos in a process of their own, and prepares their frames for the tower. Callable from any thread.
+"""Decodes videos in a process of their own, and prepares their frames for the vision tower. Callable from any thread.
 
 The steps are those of transformers' video processors, which need torchvision; here torch alone does the same.
 """

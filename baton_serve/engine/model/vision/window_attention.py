@@ -1,4 +1,4 @@
-"""Attention of towers that read an image in windows, such as that of Qwen2.5-VL: all windows of a layer at once.
+"""Computes the attention of vision towers that read an image in windows (Qwen2.5-VL), all windows of a layer at once.
 
 transformers calls its attention once for each window unless a library for windows of mixed lengths is installed. An
 image of 1,024 x 1,024 pixels has 100 windows in each of 28 layers: the calls take longer than the work.

@@ -1,4 +1,4 @@
-"""AWQ (arXiv 2306.00978) in AutoAWQ's GEMM layout.
+"""Decodes AWQ checkpoints (arXiv 2306.00978) in AutoAWQ's GEMM layout.
 
 `qweight` is int32 [inputs, outputs / 8] and `qzeros` int32 [groups, outputs / 8]; nibble `i` of a word belongs to
 output `ORDER[i]` of its eight. `scales` are [groups, outputs].

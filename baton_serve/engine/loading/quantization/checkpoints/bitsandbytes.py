@@ -1,4 +1,4 @@
-"""Weights of bitsandbytes in four bits (NF4 and its own FP4) and in eight, as its tools and transformers save them.
+"""Decodes bitsandbytes checkpoints: four bits (NF4, FP4) and eight, as its tools and transformers save them.
 
 Four bits: `weight` is uint8 with two codes per byte, the first in the high bits, over all rows one after another.
 `weight.absmax` are the scales of blocks of codes. With double quantization they are bytes: each is an index into

@@ -1,4 +1,4 @@
-"""The interface of quantized checkpoint formats, and functions that they share."""
+"""Defines the interface of quantized checkpoint formats, and unpacks and converts codes for AWQ, GPTQ and others."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

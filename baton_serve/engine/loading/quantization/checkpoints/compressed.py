@@ -1,4 +1,4 @@
-"""Formats of the compressed-tensors library: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
+"""Decodes checkpoints of compressed-tensors: `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized`.
 
 Packed weights: `weight_packed` int32 [outputs, inputs / codes per word] of codes from 0, `weight_scale` [outputs,
 groups], `weight_zero_point` int32 packed along outputs, `weight_shape`, `weight_g_idx`. Other weights are int8 or

@@ -1,4 +1,4 @@
-"""Float8 weights under `quant_method` "fp8": `weight` float8 [outputs, inputs] and a scale.
+"""Decodes FP8 checkpoints (`quant_method` "fp8"): `weight` float8 [outputs, inputs] and a scale.
 
 `weight_scale_inv` [outputs / 128, inputs / 128] multiplies blocks, as in DeepSeek-V3 (arXiv 2412.19437, section 3.3). A
 single number, in this tensor or in `weight_scale`, multiplies all. Scales of activations are ignored: activations keep

@@ -1,4 +1,5 @@
-"""GGUF's blocks of codes (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md) as weights of this engine.
+"""Decodes GGUF's blocks of codes (Q4_K, Q8_0, …), and decides which types keep their codes and which are rounded to
+int8.
 
 A block of 32 inputs, or an eighth of a block of 256, is a group with a scale and, in some types, a lowest value. Codes
 of four, five and eight bits are kept: five bits as E2M3 codes, which contain all eighths from -2 to 2. Q4_0, Q5_0 and

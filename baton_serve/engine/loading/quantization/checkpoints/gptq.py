@@ -1,4 +1,4 @@
-"""GPTQ (arXiv 2210.17323) as AutoGPTQ and GPTQModel store it.
+"""Decodes GPTQ checkpoints (arXiv 2210.17323) as AutoGPTQ and GPTQModel store them.
 
 `qweight` is int32 [inputs / codes per word, outputs], `qzeros` int32 [groups, outputs / codes per word], `scales`
 [groups, outputs], `g_idx` [inputs] the group of each input. With `checkpoint_format` "gptq", zeros are stored less one.

@@ -1,4 +1,4 @@
-"""Experts of gpt-oss in MXFP4 (OCP Microscaling specification 1.0). Their codes are kept.
+"""Decodes MXFP4 checkpoints: experts of gpt-oss (OCP Microscaling specification 1.0). Their codes are kept.
 
 `…_blocks` is uint8 [experts, outputs, inputs / 32, 16] with two E2M1 codes per byte, the first in the low bits.
 `…_scales` is uint8 [experts, outputs, inputs / 32], exponents of two plus 127. The model itself has [experts, inputs,
