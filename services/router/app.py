@@ -1,4 +1,4 @@
-"""Assemble the HTTP application of the router from its endpoints.
+"""Assemble the HTTP application of the router: all endpoints behind the gateway.
 
 The endpoints on a request's path are plain ASGI applications. FastAPI serves the rest, the OpenAPI document and /docs.
 """

@@ -1,4 +1,5 @@
-"""Entry point of `baton router`: read the settings, construct every part of the router process, and serve.
+"""Entry point of `baton router`: construct every part of the router process from the settings (CORS, limits), and
+serve.
 
 `processes.router_process` calls `start` too, for each process of a router with `--workers`.
 """

@@ -1,4 +1,4 @@
-"""Send a generation to its client, streamed or as a whole, for OpenAI's chat and completion endpoints.
+"""Send an answer of OpenAI's chat and completion endpoints, streamed (SSE) or as a whole; decides `stream_options`.
 
 An `AnswerFormat` (in `chat` and `completions`) gives the answer the shape of its endpoint.
 

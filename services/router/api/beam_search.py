@@ -1,4 +1,5 @@
-"""Run a beam search over the instances: each step requests one more token after every beam.
+"""Run a beam search over the instances: each step requests one more token after every beam; scores are decided in
+`contracts/beam_search.py`.
 
 The prefix cache makes this cheap, because tokens that beams share are computed once. Nothing can be sent before the
 search is over. The search itself is in `contracts.beam_search`.

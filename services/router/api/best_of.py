@@ -1,4 +1,4 @@
-"""Implement `best_of`: generate more sequences than the client wants, and answer with the most likely ones.
+"""Implement `best_of`: generate more sequences than the client wants, and choose the most likely ones.
 
 As in vLLM, sequences are ranked by the sum of their tokens' log-probabilities. Nothing can be sent before all sequences
 have ended.

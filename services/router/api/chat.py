@@ -1,4 +1,4 @@
-"""Serve `POST /v1/chat/completions`, with vLLM's additions to OpenAI's API."""
+"""Serve `POST /v1/chat/completions`, and decide the form of its answer, such as the finish reason `tool_calls`."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,5 @@
-"""Prepare a chat and start its generation: render the template, tokenize, expand images, check, and submit.
+"""Prepare a chat for all chat endpoints: render the template, tokenize, load and expand images, check the length,
+submit.
 
 All chat endpoints (OpenAI's chat, Responses, Messages) use it and then send the generation in their own format.
 """

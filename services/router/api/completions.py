@@ -1,4 +1,4 @@
-"""Serve `POST /v1/completions`: complete one or several prompts, given as texts or as token ids."""
+"""Serve `POST /v1/completions`: one or several prompts as texts or token ids, `echo`, and prompt logprobs."""
 
 from collections.abc import Sequence
 from functools import partial

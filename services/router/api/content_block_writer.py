@@ -1,4 +1,4 @@
-"""Send a chat generation as content blocks, streamed or as a whole, for the Messages and Responses APIs.
+"""Send a chat answer as content blocks, streamed (SSE) or as a whole, for the Messages and Responses APIs.
 
 A `Dialect` (in `messages.endpoint` and `responses.endpoint`) converts blocks and their changes to the events and
 answers of its API.

@@ -1,4 +1,4 @@
-"""Build an answer as a list of content blocks: text, reasoning, or one tool call each.
+"""Divide an answer into content blocks (text, reasoning, tool calls) for the Messages and Responses APIs.
 
 The Messages and the Responses API both see an answer like this; this module knows neither of them. A block ends where a
 part of another kind, or another tool call, begins.

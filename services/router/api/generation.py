@@ -1,4 +1,4 @@
-"""Turn the tokens of one API call into text deltas of its choices, as the instances produce them.
+"""Turn the tokens of one API call into text deltas of its choices, and count its `usage`.
 
 `answer_writer` and `content_block_writer` take the deltas from a `TextGeneration` and send them to the client.
 Sequences whose text has ended, for example at a stop string, are stopped on their instances from here.

@@ -1,4 +1,6 @@
-"""Start the generation of an API call: build the requests to the instances, submit them, and return their deltas."""
+"""Start the generation of an API call: sampled, `best_of` or beam search, with one request to the instances per
+prompt.
+"""
 
 import logging
 import random

@@ -1,6 +1,4 @@
-"""The service of one model, which all endpoints share: its names and limits in this cluster, and the way to its
-instances.
-"""
+"""Serve one model to all endpoints: its limits in this cluster, tokenization, and the way to its instances."""
 
 import random
 import time

@@ -1,4 +1,6 @@
-"""Show what the connected instances offer of one model: its names, its adapters and its context length."""
+"""Decide which model names, aliases and LoRA adapters exist, which one a request means, and the context length, from
+connected instances.
+"""
 
 from baton_serve.contracts.instance import AdapterRecord
 from baton_serve.contracts.pooling import PoolingProfile

@@ -1,4 +1,6 @@
-"""Run one batch from its record to its end. The process that holds the batch's lock does this."""
+"""Run one batch from its record to its end, and decide which of its lines are tried again. The process that holds the
+batch's lock does this.
+"""
 
 import asyncio
 import logging

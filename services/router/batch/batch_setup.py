@@ -1,4 +1,4 @@
-"""The batch API of one router process: its folder, its routes and its runner, made from the settings."""
+"""Assemble the batch API of one router process from the settings: its folder, its routes and its runner."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,6 @@
-"""Serve `/v1/files` and `/v1/batches` in OpenAI's shapes. Files and batches belong to the owner of the API key."""
+"""Serve `/v1/files` and `/v1/batches` as OpenAI does, and decide what a key may see and upload. Files and batches
+belong to the owner of the API key.
+"""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Read the input file of a batch: check every line, and find the order in which the lines run.
+"""Check every line of a batch's input file, and decide the order in which the lines run.
 
 A large file takes seconds to read. Call `read_input` in a thread.
 """

@@ -1,4 +1,4 @@
-"""Call the router's own endpoints in this process, for the requests of batches.
+"""Call the router's own endpoints in this process, for the lines of batches, at the lowest priority.
 
 Such a request takes the same way as one that came over HTTP, behind the check of its API key: the endpoint gets an ASGI
 scope with the owner of the batch as its caller.

@@ -1,4 +1,4 @@
-"""How many requests of batches may run at once, beside the traffic of clients."""
+"""Decide how many lines of batches may run beside the requests of clients."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""The objects of OpenAI's batch API, as clients see them and as the folder stores them."""
+"""Define the objects of OpenAI's batch API, as clients see them and as the folder stores them."""
 
 from typing import Literal
 

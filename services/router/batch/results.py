@@ -1,4 +1,4 @@
-"""The results of a batch while it runs: two files to which lines are appended, and which survive a crash.
+"""Append the results of a running batch to two files that survive a crash, and know which lines are answered.
 
 The output file gets the results with status 200, the error file all others. Lines are written and synced in groups, in
 a thread. A process that dies loses the group that is not written yet, and may leave half a line. `open` removes what

@@ -1,4 +1,4 @@
-"""Find batches in the folder and run them in the background, a few at a time."""
+"""Decide which batches of the folder run now, also after a restart, and how many at a time."""
 
 import asyncio
 import contextlib

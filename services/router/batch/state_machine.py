@@ -1,4 +1,4 @@
-"""The states of a batch and the changes between them. Pure: times are arguments, in seconds since 1970.
+"""Decide the states of a batch and the changes between them. Pure: times are arguments, in seconds since 1970.
 
 validating ──> in_progress ──> finalizing ──> completed, expired or failed
     │               └────────> cancelling ──> cancelled

@@ -1,4 +1,4 @@
-"""The folder of `--batch-folder`: files, batches and the results of running batches.
+"""Store files and batches in `--batch-folder`, and decide what expires and how much space a key has.
 
     files/FILE.json      record of a file           batches/BATCH.json      record of a batch
     files/FILE.data      its content                batches/BATCH.cancel    exists after a client has cancelled it

@@ -1,4 +1,4 @@
-"""Read an uploaded file (multipart/form-data) piece by piece and write its content to a file.
+"""Receive an uploaded batch file piece by piece, and decide how large it may be and how long it may take.
 
 Only one piece of the body is in memory at a time, whatever the size of the file.
 """

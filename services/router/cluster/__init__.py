@@ -1,1 +1,1 @@
-"""The workers as this router sees them: connections, state, load, adapters and draining."""
+"""The instances as this router sees them: connections, state, load, adapters and draining."""

@@ -1,4 +1,4 @@
-"""Finds LoRA adapters by name in a folder, for requests that name a model which no instance has yet."""
+"""Find a LoRA adapter in a folder for a request whose model name no instance has, and load it."""
 
 import asyncio
 import json

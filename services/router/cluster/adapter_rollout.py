@@ -1,5 +1,5 @@
-"""Loads and unloads LoRA adapters on all instances of a model, for the HTTP endpoints `/v1/load_lora_adapter` and
-`/v1/unload_lora_adapter`. If one instance rejects a new adapter, the others unload it again.
+"""Loads and unloads a LoRA adapter on all instances of a model, all of them or none (`/v1/load_lora_adapter`). If one
+instance rejects a new adapter, the others unload it again.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Send one message to several instances, and wait until each has answered, is lost, or the deadline has passed."""
+"""Sends one message to several instances, and waits until each has answered, is lost, or the deadline has passed."""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""Lets all instances of a model do what an operator asks for: forget cached prefixes, or record a profile."""
+"""Lets all instances of a model reset their prefix cache, or start and stop a profile, as operators ask."""
 
 import asyncio
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,5 @@
-"""The cluster as this router sees it: connects to every instance in the registry, and keeps the index of their blocks.
+"""Follows the registry: connects to each instance, decides when one is ready, lost or gone, and passes its answers to
+requests.
 
 It passes the answers of instances to the handlers of their requests. An instance is ready from its first load report
 until its connection is lost. Then its handlers decide what to do about their requests, and the cluster tries to connect

@@ -1,4 +1,4 @@
-"""Opens the connections to instances; implements `cluster.Connector`."""
+"""Opens the connections of a router process to instances."""
 
 import asyncio
 from collections.abc import Callable

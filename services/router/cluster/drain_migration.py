@@ -1,4 +1,4 @@
-"""Drain migration: chooses the instance that takes over the most used KV blocks of a draining one.
+"""Chooses the instance that takes over the most used KV blocks of a draining one.
 
 One instance of the same pool fetches all of them, because a prefix is useful only where all of its blocks are. It does
 not fetch the blocks that it has already, and other instances may fetch prefixes from it later.

@@ -1,4 +1,6 @@
-"""Keeps the block index equal to the caches of the connected instances, from their events and snapshots."""
+"""Keeps the block index equal to the prefix caches of instances, from their events and snapshots; decides when one is
+stale.
+"""
 
 from collections.abc import Callable, Coroutine
 from typing import Protocol

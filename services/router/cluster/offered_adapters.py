@@ -1,4 +1,4 @@
-"""Decides which LoRA adapters the router offers, and which ones an instance that joins must load."""
+"""Decides which LoRA adapters the router offers, and which ones a new instance must load."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

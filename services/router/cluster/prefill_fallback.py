@@ -1,4 +1,6 @@
-"""Decides whether prefill instances may generate answers because no decode or unified instance is ready."""
+"""Decides whether prefill workers may generate answers because no decode or unified instance is ready
+(`--decode-fallback`).
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Decides whether a router can serve requests, and logs each change of it."""
+"""Decides whether the router is ready (`/health`), and logs each change of it."""
 
 import logging
 from collections import Counter

@@ -1,4 +1,6 @@
-"""The workers that accept new requests, grouped once per change of the cluster, as candidates for placement. Pure."""
+"""Decides which instances are candidates for placement: ready, not draining, circuit breaker closed, with the model and
+adapter. Pure.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Sends the commands to sleep, to wake up and to load new weights to all instances of a model: all of them, or none.
+"""Sends commands to sleep, wake up and load new weights to all instances of a model: all of them, or none.
 
 All instances first pause: they refuse new requests, which wait in the routers, and finish the running ones. Only if all
 are idle, the model changes. An instance whose model has changed registers under a new generation, so its connection to

@@ -1,4 +1,4 @@
-"""The state of one worker as this router knows it: its record, its load, and this router's requests there.
+"""Keeps an instance's state in this router: whether it takes new requests, and its load between two reports.
 
 Bookkeeping only, without I/O of its own. Requests of this router are counted exactly and immediately; those of other
 routers are seen in the load reports of the instance.

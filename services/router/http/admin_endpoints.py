@@ -1,4 +1,5 @@
-"""Serve vLLM's endpoints for operators: the prefix cache, profiles, sleep, and SGLang's update of weights.
+"""Serve vLLM's endpoints for operators (reset the prefix cache, profile, sleep, update weights), and decide who may
+call them.
 
 They are status 404 unless the router runs with `--enable-admin-endpoints`. Endpoints of vLLM that cannot be served here
 are refused with the reason.

@@ -1,4 +1,5 @@
-"""The table of all endpoints that take a request body: it drives routing, the OpenAPI document and the shape of errors.
+"""List all endpoints with a request body in one table: routing, OpenAPI document and the shape of errors follow from
+it.
 
 To add an endpoint, add a row to `endpoints`. Endpoints without a body are declared where they are implemented, with
 FastAPI's decorators, which document them too.

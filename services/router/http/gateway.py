@@ -1,5 +1,5 @@
-"""The gateway in front of all endpoints: it assigns request ids, checks API keys and SLO headers, calls the endpoint,
-and answers errors in the shape of the API (OpenAI's or Anthropic's).
+"""Check each request before its endpoint: API key, paths without key, SLO headers, request id; answer errors in the
+API's shape.
 
 It is plain ASGI, because it handles every request. `main` wraps it in CORS, middleware and the check of the host.
 """

@@ -1,4 +1,4 @@
-"""Check the `Host` header of requests, as a protection against DNS rebinding.
+"""Decide which `Host` headers are accepted, as a protection against DNS rebinding.
 
 A web page can let its own domain name resolve to this machine. The browser then takes the page's requests to this
 server for requests to the page's own origin, so CORS does not apply. Only their `Host` header still shows the foreign

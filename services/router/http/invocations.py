@@ -1,4 +1,4 @@
-"""Serve `POST /invocations`, the only path that SageMaker calls: it takes the body of any other endpoint.
+"""Serve `POST /invocations` (SageMaker): the fields of the body decide which endpoint answers.
 
 The fields of the body decide which endpoint serves the request, as in vLLM.
 """

@@ -1,4 +1,4 @@
-"""Serve the lists of models, their aliases and their adapters, and the tokenizer's configuration."""
+"""Serve `/v1/models` (models, aliases, adapters) and `/tokenizer_info`."""
 
 from typing import Any
 

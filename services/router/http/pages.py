@@ -1,4 +1,4 @@
-"""Serve the pages for people: the status page at `/`, and at `/docs` and `/redoc` the API.
+"""Serve the pages for people: the status page at `/`, and the API at `/docs` and `/redoc`.
 
 Everything that they load comes from this server, so that they work without a network. They hold no data of the cluster:
 their scripts read it from endpoints that check the API key.

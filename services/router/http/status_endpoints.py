@@ -1,4 +1,4 @@
-"""Serve the state of the cluster (/health, /ping, /metrics, /recent), /tokenize and /detokenize.
+"""Serve /health, /ping, /metrics, /recent, /tokenize and /detokenize; metrics are counted in `requests/metrics.py`.
 
 None of these endpoints sends work to an instance.
 """

@@ -1,4 +1,5 @@
-"""Decides whether a request goes to its instances now, waits in the router, or is rejected with status 429. Pure.
+"""Decides whether a request goes to its instances now, waits in the router, or gets status 429 (queue full, SLO
+missed). Pure.
 
 The router sends instances only as much work as they compute in about `dispatch_ahead_s`, which keeps them busy. The
 rest waits in the router: there it can still be reordered by priority and fairness, and its placement is decided late,

@@ -1,4 +1,4 @@
-"""The router's index of cached blocks: which instance caches which block. Pure.
+"""Decides how long a prefix of a prompt each instance has cached: the router's index of KV blocks. Pure.
 
 It is filled from snapshots and numbered event batches of the instances. Blocks of requests that were just placed count
 as cached for a while, until their events arrive. An instance is one bit of an integer, so that one walk over the block

@@ -1,4 +1,5 @@
-"""Limits the harm of failing instances: a circuit breaker per instance, and one retry budget per router. Pure.
+"""Decides whether a failing instance may be tried (circuit breaker), and whether one more retry is permitted (retry
+budget). Pure.
 
 After `FAILURE_THRESHOLD` failures in a row a circuit breaker opens, and placement avoids its instance. After a pause,
 which doubles each time, one request may try the instance again (half open); its success closes the circuit.

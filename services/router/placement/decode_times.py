@@ -1,4 +1,4 @@
-"""Learns two durations of each decode instance: of a step, and from a handed-off first token to the second. Pure.
+"""Predicts a decode instance's step time, and decides how long a first token is held back for the ITL SLO. Pure.
 
 `StepTimeFit` fits a line through (running sequences, step duration) by least squares, with the weight of old points
 decaying. `FirstGapQuantile` and the functions below it decide how long the router holds back a first token so that the

@@ -1,4 +1,4 @@
-"""The queue of requests that wait in the router, ordered by priority and then fairly between callers. Pure.
+"""Decides the order of requests that wait in the router: by priority, then fairly between API keys. Pure.
 
 It implements start-time fair queueing (Goyal, Vin and Cheng, 1996). Each request has a start on a virtual clock, namely
 where its caller's previous request ended; the clock advances with the requests that are sent on. A caller with a

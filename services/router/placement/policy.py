@@ -1,4 +1,5 @@
-"""Chooses the instances that serve a request: filter the instances, predict their cost, pick the cheapest. Pure.
+"""Chooses the instances of a request: prefill and decode worker or one alone, by cached prefix, predicted TTFT and
+load. Pure.
 
 The policy `prefix` works like this. The prefill instance is the one with the smallest predicted time to first token:
 the tokens queued there plus the prompt's tokens that are not cached there, divided by its measured rate. Under load,

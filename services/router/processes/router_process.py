@@ -1,5 +1,4 @@
-"""Entry point of one of several router processes: read the assignment from standard input, serve, and report readiness
-on standard output.
+"""Entry point of one of several router processes (`--workers`): read the assignment, serve, report readiness.
 
 The supervisor starts it as a child process. It is not meant to be started by hand.
 """

@@ -1,4 +1,5 @@
-"""Queries between the processes of one router (`--workers`), over Unix sockets.
+"""Query the other processes of one router (`--workers`) for /health, /metrics, /recent and key limits, over Unix
+sockets.
 
 With them each process can answer for the whole router: /health, /metrics, /recent and the limits of API keys add up
 the numbers of all processes. Only requests for these three endpoints wait for a query. A process that does not answer

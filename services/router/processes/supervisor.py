@@ -1,4 +1,4 @@
-"""Supervise the processes of a router with `--workers`: start them, restart each that exits, and stop them together.
+"""Start the processes of a router with `--workers`, restart each that exits or hangs, and stop them together.
 
 The supervisor also holds their port and hosts their registry. It serves no requests (ADR 0009).
 """

@@ -1,4 +1,4 @@
-"""HTTP functions for the router's endpoints, on top of ASGI: read a body, send JSON, stream events, detect disconnects.
+"""Read bodies up to their largest size, send JSON and server-sent events, and notice that a client has disconnected.
 
 They work with every ASGI server. On this repository's own server (`services.common.http`) a request also has an
 `Exchange`, which writes events and reports a disconnect without going through ASGI's `send` and `receive`.

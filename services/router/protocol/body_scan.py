@@ -1,4 +1,4 @@
-"""Counts the objects, strings and values in a JSON body before it is parsed, and rejects bodies with too many of them.
+"""Count the objects, strings and values in a JSON body before it is parsed, and refuse bodies with too many.
 
 An empty object takes two bytes of a body but 64 bytes of memory. A parser cannot be interrupted while it holds the
 interpreter's lock, so a body that would take too much time or memory must be found before the parser starts.

@@ -1,4 +1,4 @@
-"""A bound on the memory that the requests of one process use together for one purpose, such as images or bodies."""
+"""Bound the memory that all requests of a process use together for bodies or images, with a wait for a share."""
 
 import asyncio
 from collections import OrderedDict, deque

@@ -1,4 +1,4 @@
-"""Values that describe the sender of a request: the owner of the API key and its limits, and the request's SLO."""
+"""Define who sends a request: the owner of the API key, its limits, its cache salt, and the SLO."""
 
 from dataclasses import dataclass
 

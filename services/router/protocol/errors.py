@@ -1,4 +1,5 @@
-"""Defines all errors of the router. Clients see only `ApiError`, as a JSON body in OpenAI's format.
+"""Define all errors of the router, each with its HTTP status and OpenAI error body. Clients see only `ApiError`, as a
+JSON body in OpenAI's format.
 
 The gateway turns any other exception into `InternalError` (status 500) and logs it. The tree, with HTTP statuses:
 

@@ -1,4 +1,5 @@
-"""Limits for images and videos in requests: number and size, and the places from which the router may load them.
+"""Decide how many images, videos and audio a request may have (`--limit-mm-per-prompt`), and hold the limits of size
+and domains.
 
 This module is pure: no network, no files.
 """

@@ -1,4 +1,5 @@
-"""Schemas of the requests of OpenAI's API with vLLM's extra parameters. Only schemas of requests use pydantic.
+"""Define the fields of OpenAI requests with vLLM's extra parameters, and their types and ranges. Only schemas of
+requests use pydantic.
 
 A schema checks types and ranges that depend on the request alone; `text.sampling_params` checks the rest against the
 model. Undeclared parameters go to `model_extra`: `request_parsing` rejects those of OpenAI's or vLLM's API that are not

@@ -1,4 +1,4 @@
-"""Responses of OpenAI's API with vLLM's extra fields, as msgspec structs. This module contains no logic.
+"""Define OpenAI's answers with vLLM's extra fields. This module contains no logic.
 
 A field of type `UnsetType` is left out of the JSON when it is not set; a field that is None is sent as null.
 """

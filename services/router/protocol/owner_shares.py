@@ -1,4 +1,4 @@
-"""How the owners of API keys share a limit, such as places for requests or bytes of memory. Pure."""
+"""Decides how much of a shared limit (places for requests, memory) one API key's owner may have. Pure."""
 
 from collections import Counter
 from collections.abc import Callable

@@ -1,4 +1,5 @@
-"""Types of the numbers in requests. Each type has bounds, so that messages and tensors can hold every accepted value.
+"""Define the largest number, length and range that the fields of requests may have. Each type has bounds, so that
+messages and tensors can hold every accepted value.
 
 Integers fit into 32 bits and seeds into 64 bits; infinity and NaN are rejected. The bounds are wider than the limits of
 a model or an instance, which are checked where they are known. `tests/structure` fails for a number field without

@@ -1,4 +1,4 @@
-"""Parses the body of a request into a validated schema, and explains an invalid body in one sentence.
+"""Parse and validate a request's body; decide whether an unknown field is refused, and explain errors in one sentence.
 
 The values of a long body are counted before it is parsed (`body_scan`), and it is parsed in a thread, so that the event
 loop and with it all streams go on.

@@ -1,4 +1,4 @@
-"""Count the requests and tokens of each caller per minute and per day, and compare them with the limits of its API key.
+"""Decide whether an API key is over its rate limit (requests and tokens per minute and day), and count its usage.
 
 Each router counts by itself and exchanges sums with the others twice a second (`usage_exchange`), so that no request
 waits for a store. The price: N routers together may exceed a limit by what arrives between two exchanges. All routers

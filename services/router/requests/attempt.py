@@ -1,4 +1,4 @@
-"""An attempt: one placement of sequences of a request, the workers that compute them, and the messages to them."""
+"""Sends Prefill, Decode or Generate of one attempt to its instances, with ticket and timeouts, and aborts it there."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil

@@ -1,4 +1,6 @@
-"""The dispatcher: admits prompts, starts their lifecycles or lets them wait, and keeps all running requests."""
+"""Admits prompts by the limits of router and key (429), starts their lifecycles or queues them, and ends them at their
+deadline.
+"""
 
 import asyncio
 import time

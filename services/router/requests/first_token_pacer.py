@@ -1,4 +1,5 @@
-"""Passes the tokens of one request on to its `TokenQueue`, and holds back first tokens to meet the ITL SLO.
+"""Holds back first tokens so that the ITL SLO is kept after a handoff; how long is decided in
+`placement/decode_times.py`.
 
 After a handoff the gap between first and second token is longer than later ones. If the request has an ITL SLO, its
 first token is held back for a moment, so that the second one follows in time (docs/adr/0012-first-token-held.md). The

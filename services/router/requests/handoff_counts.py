@@ -1,4 +1,4 @@
-"""Count the KV handoffs that are due and the completed ones, so that an unused prefill pool is noticed.
+"""Counts handoffs that were due and completed, and decides when an unused prefill pool is warned of.
 
 If prefill and decode instances cannot exchange blocks, decode instances compute the prompts themselves, and clients see
 only a longer latency. `/health` and the alert BatonNoHandoffs therefore compare handoffs that were due with completed

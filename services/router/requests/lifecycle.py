@@ -1,4 +1,5 @@
-"""The lifecycle of one request in the router: admission, placement, streaming, replay after a failure, and the end.
+"""Decides what happens to one request when tokens, losses, failures, cancels or its deadline come: replay, finish
+reason, error.
 
 A request is served by *attempts*. An attempt is one placement of some of its sequences: the workers that compute them,
 under a request id of its own. (A worker is one instance, a model replica with a role, as this router sees it:

@@ -1,4 +1,5 @@
-"""The Prometheus metrics of the router: latencies, lengths and outcomes of whole requests.
+"""Defines and records the router's Prometheus metrics; the times come from `timeline.py`, finish reasons from
+`lifecycle.py`.
 
 The router counts everything per request and per token. The instances count their own state (running, waiting, cache
 use, transferred bytes), so that a sum over the cluster counts nothing twice. A metric has the name that vLLM gives it

@@ -1,4 +1,4 @@
-"""Lets sequences of a request wait for an instance, and turns placement failures into errors for the client."""
+"""Decides how long a request waits for an instance, and the error (503, 400) if none is there."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Decides when a pooling request may go to its instances, by the same rules and in the same fair order as generation.
+"""Decides when a pooling request goes to its instances, waits, or gets status 429.
 
 Instances get work for about `dispatch_ahead_s`. Further requests wait in the router, ordered by priority and fairly
 between callers; the number of their tokens is bounded. A request that is predicted to miss its SLO is rejected.

@@ -1,4 +1,4 @@
-"""Counters and histograms for one thread, exposed in the same format as those of prometheus_client.
+"""Implements Prometheus counters and histograms without locks, for one thread.
 
 Those of prometheus_client take a lock for every update, and their histogram walks over its buckets at each observation:
 too slow for a router that observes every token.

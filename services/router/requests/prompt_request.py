@@ -1,4 +1,6 @@
-"""Values that a request's lifecycle starts with: the prompt, its timing, the router's policy, and the block hashes."""
+"""Defines what a request's lifecycle starts with: prompt, timing, the router's policy (timeouts, replays), and block
+hashes.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

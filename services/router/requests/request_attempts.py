@@ -1,4 +1,6 @@
-"""Starts and keeps the attempts of one request: places its sequences, and sends them to the chosen workers."""
+"""Starts the attempts of one request, also replays from the tokens generated so far: places them and sends them to
+instances.
+"""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""Records ended requests: in the metrics, in the list of recent requests, and as one log line each.
+"""Records ended requests: in the metrics, in the list of recent requests, as log line and trace span.
 
 Requests are recorded in small batches, a moment after their end, so that no answer waits for it. Doing the same for
 several requests in a row takes half the time, because the code and its data are in the CPU caches (docs/log/router.md,

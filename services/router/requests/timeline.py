@@ -1,4 +1,4 @@
-"""The timeline of a request: its moments, its placement and the reports of its workers.
+"""Computes TTFT, ITL and the other times of a request, and the answer to `x-baton-explain`.
 
 The lifecycle fills it. The metrics, the request log and the `x-baton-explain` answer field read it.
 """

@@ -1,4 +1,4 @@
-"""The queue of new tokens between the connections to instances and the task that answers one API call."""
+"""Queues the new tokens of an API call until its task writes them; decides when a client reads too slowly."""
 
 import asyncio
 from collections.abc import Callable

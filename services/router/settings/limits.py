@@ -1,4 +1,6 @@
-"""The limits that protect a router: of its HTTP connections, its queue, each API key, and stored batches."""
+"""Define the limits of a router with their defaults: connections, sizes, timeouts, queue, API keys, SLOs, stored
+batches.
+"""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The settings of placement: they decide which instances serve a request, and what happens when one is lost."""
+"""Define the settings of placement, replays and request logs, with their defaults."""
 
 from typing import Annotated
 

@@ -1,4 +1,4 @@
-"""The settings of the router itself: its model, its server, and what requests may ask for."""
+"""Define the settings of the router itself (model, server, templates, parsers, media), with their defaults."""
 
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal

@@ -1,4 +1,4 @@
-"""Renders chat messages to the prompt's text, exactly as `transformers.apply_chat_template` does, without transformers.
+"""Choose the chat template and whether content is a string or parts, and render messages as transformers does.
 
 Templates are untrusted code: they run in Jinja's immutable sandbox, and all their variables are plain JSON values.
 """

@@ -1,4 +1,5 @@
-"""Converts token ids to text while they arrive. The streamed text equals the text of decoding all tokens together.
+"""Converts token ids to text while they arrive (incremental detokenization); holds back incomplete UTF-8. The streamed
+text equals the text of decoding all tokens together.
 
 The tokenizers library's `DecodeStream` decodes each token together with the tokens before it, and holds text back while
 it ends within a character. Tokens of byte-level vocabularies that form whole characters do not need it: their bytes are

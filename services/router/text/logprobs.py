@@ -1,4 +1,6 @@
-"""Converts logprobs of instances to the API's formats: for chats, for completions and for prompts."""
+"""Converts logprobs of instances to the formats of chats, completions and prompts; they are computed in
+`engine/sample/sampler.py`.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Splits the text of a chat answer into reasoning, content and tool calls, both for streamed and for whole answers.
+"""Splits an answer into reasoning, content and tool calls, by the parsers in `reasoning/` and `tool_calls/`.
 
 This module combines the formats that the router was started with (`--reasoning-parser`, `--tool-call-parser`) with the
 parameters of a request. The packages `reasoning` and `tool_calls` implement the formats.

@@ -1,4 +1,6 @@
-"""Checks the length of prompts, and cuts them to what `truncate_prompt_tokens` and `truncation_side` keep."""
+"""Decides whether a prompt alone is too long, and truncates it (`truncate_prompt_tokens`); with `max_tokens`:
+`sampling_params.py`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

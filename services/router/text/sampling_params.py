@@ -1,4 +1,5 @@
-"""Converts the parameters of a validated request to `SamplingSpec` for the engines and `TextRules` for the router.
+"""Decides a request's sampling parameters: `max_tokens`, seed, `n`, logprobs, `logit_bias`, stop tokens, checked
+against the model.
 
 It also makes the checks that depend on the model: token ids against the vocabulary, and lengths against the context.
 """

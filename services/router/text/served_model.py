@@ -1,4 +1,6 @@
-"""Loads what the router needs of a model, without its weights: tokenizer, chat template, vocabulary, limits, names."""
+"""Loads what the router needs of a model (tokenizer, chat template, vocabulary, limits, names), and renders its
+prompts.
+"""
 
 import asyncio
 import contextlib

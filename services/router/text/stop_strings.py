@@ -1,4 +1,4 @@
-"""Finds stop strings in generated text, and decides how much of its end is held back because it may begin one."""
+"""Decides where an answer is cut at a stop string, and how much text is held back because it may begin one."""
 
 from array import array
 from collections.abc import Sequence

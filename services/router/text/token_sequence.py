@@ -1,4 +1,4 @@
-"""Puts the tokens of one sequence into order, although two instances may send them.
+"""Puts the tokens of one sequence into order, and drops duplicates after a handoff or replay.
 
 Around a handoff and after a replay, tokens may arrive twice or too early: duplicates are dropped, and early tokens wait
 for those before them. This module is pure.

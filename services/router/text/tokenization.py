@@ -1,4 +1,4 @@
-"""Converts text to token ids with the tokenizer of a Hugging Face folder, without transformers.
+"""Converts text to token ids with tokenizer.json, and decides which special tokens surround a prompt.
 
 It reads tokenizer.json and tokenizer_config.json. Only tokenizer.json decides which special tokens surround a prompt,
 as in transformers, which also ignores `add_bos_token` of the config. `chat_template` handles chats, and `detokenizer`

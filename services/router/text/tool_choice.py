@@ -1,4 +1,4 @@
-"""Decides how tool calls of an answer are parsed, and which grammar the answer must follow, from `tool_choice`.
+"""Decides from `tool_choice` how tool calls of an answer are parsed, and which grammar the answer must follow.
 
 With `required` or a named function the answer is generated under a grammar of the router and needs no parser of the
 model's format. With `auto` the model calls tools in its own format, which `--tool-call-parser` names.

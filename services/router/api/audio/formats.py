@@ -1,4 +1,4 @@
-"""The answers to transcriptions and translations, as JSON, text or subtitles, and the chunks of streams."""
+"""Build the answers to transcriptions and translations: JSON, text, subtitles, and chunks of streams."""
 
 from collections.abc import Sequence
 from math import ceil

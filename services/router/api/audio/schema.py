@@ -1,4 +1,6 @@
-"""The fields of the forms for transcriptions and translations: OpenAI's, with vLLM's additions."""
+"""Define the form fields of transcriptions and translations, and refuse combinations of them: OpenAI's, with vLLM's
+additions.
+"""
 
 from typing import Annotated, Literal
 

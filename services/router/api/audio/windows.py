@@ -1,6 +1,4 @@
-"""Transcribe the windows of one file: prompts, generations of several windows at a time, and retries at higher
-temperatures.
-"""
+"""Transcribe the windows of one audio file, and decide which are tried again at a higher temperature."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,4 @@
-"""The structs of Anthropic's Messages API that the router sends: whole answers, and the events of a stream.
+"""Define the answers and stream events of Anthropic's Messages API.
 
 Their field names are those of the API. Nothing here decides anything.
 """

@@ -1,4 +1,4 @@
-"""The requests of Anthropic's Messages API, as pydantic models.
+"""Define which fields a request of Anthropic's Messages API may have, and which are refused or ignored.
 
 Fields that are not listed are accepted and ignored, except those in `UNSERVED`.
 """

@@ -1,4 +1,6 @@
-"""The part that all endpoints of pooling models share: checks, and the way to the instances."""
+"""Run a request of any pooling endpoint: check that the model has the task, tokenize, send to instances, count
+`usage`.
+"""
 
 import asyncio
 import secrets

@@ -1,4 +1,4 @@
-"""Convert texts, pairs of texts and token ids to the inputs of a pooling model: token ids that fit its context.
+"""Tokenize and truncate texts, pairs of texts and token ids for a pooling model.
 
 The tokenizer encodes a pair as a pair, as cross-encoders were trained. Truncation keeps the first tokens of each text,
 or the last ones, and the special tokens around them.

@@ -1,4 +1,4 @@
-"""Reads the inputs of a request to a pooling model (texts, token ids or a chat) and converts them to tokens."""
+"""Read the inputs of a pooling request (texts, token ids or a chat); `input_tokens.py` tokenizes and truncates them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

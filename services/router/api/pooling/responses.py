@@ -1,4 +1,4 @@
-"""The answers of the endpoints of pooling models, as msgspec structs. Nothing here decides anything.
+"""Define the answers of the endpoints of pooling models. Nothing here decides anything.
 
 Their field names are those of OpenAI's, Jina's and vLLM's APIs.
 """

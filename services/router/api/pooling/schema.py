@@ -1,4 +1,4 @@
-"""The requests to pooling models, as pydantic models: those of OpenAI, Jina and Cohere, with vLLM's additions."""
+"""Define the fields of pooling requests (OpenAI, Jina, Cohere, TEI, vLLM), and how they name truncation."""
 
 from typing import Annotated, Any, Literal
 

@@ -1,4 +1,5 @@
-"""Serve `POST /score` and `/rerank`: compute how well two texts match, which may have images.
+"""Serve `POST /score` and `/rerank`: decide whether a classifier or the cosine of embeddings gives a score, and sort
+documents.
 
 A classifier with a single class (a cross-encoder) computes both texts together, and its output is the score. With an
 embedding model the score is the cosine of the two embeddings.

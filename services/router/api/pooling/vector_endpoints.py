@@ -1,4 +1,4 @@
-"""Serve `POST /v1/embeddings`, `/pooling` and `/classify`: compute a vector for each input."""
+"""Serve `POST /v1/embeddings`, `/pooling` and `/classify`; decide whether `dimensions` (Matryoshka) is permitted."""
 
 import msgspec
 

@@ -1,4 +1,4 @@
-"""The structs of OpenAI's Responses API that the router sends: whole answers, and the events of a stream.
+"""Define the answers and stream events of OpenAI's Responses API.
 
 Their field names are those of the API. Nothing here decides anything.
 """

@@ -1,4 +1,4 @@
-"""The record of a stored answer, and how the next request continues its conversation.
+"""Decide how a Responses request continues a stored answer (`previous_response_id`), and what is stored.
 
 A record holds the whole conversation before its answer. So a chain of answers is read with one access, and an answer
 stays usable after the earlier ones were deleted.

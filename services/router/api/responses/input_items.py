@@ -1,4 +1,4 @@
-"""Convert the items of a request's input to chat messages: items of one earlier answer become one message."""
+"""Convert the input items of a Responses request to chat messages, and merge those of one earlier answer."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Keep, find, delete and cancel answers of the Responses API, and compute those of `background` requests.
+"""Keep, find, delete and cancel stored Responses, and run `background` ones; limits how many.
 
 Answers belong to the owner of an API key: the key of a record contains the owner, so that nobody can read, replace or
 continue an answer of somebody else, even with its id.

@@ -1,4 +1,4 @@
-"""Keep answers in the registry's Redis, so that all routers of a cluster find them, also after a restart."""
+"""Keep stored Responses in the registry's Redis, so that all routers of a cluster find them, also after a restart."""
 
 import contextlib
 from collections.abc import Awaitable

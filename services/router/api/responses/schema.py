@@ -1,4 +1,4 @@
-"""The requests of OpenAI's Responses API, as pydantic models.
+"""Define which fields a request of OpenAI's Responses API may have, and which are refused or ignored.
 
 Fields that are not listed are accepted and ignored, except those in `UNSERVED`.
 """

@@ -1,4 +1,4 @@
-"""Keep answers between requests in the memory of this process; `redis_store` keeps them in the registry's Redis.
+"""Keep stored Responses in this process's memory, and decide which is dropped for another.
 
 Both are stores of bytes: only `kept_responses` knows the meaning of keys and records.
 """

@@ -1,4 +1,4 @@
-"""Convert the tools of a request of OpenAI's Responses API to functions of a chat request.
+"""Convert the tools and `tool_choice` of a Responses request to functions of a chat request; refuse hosted tools.
 
 A namespace groups functions. Chat templates have no such groups, so a function `f` of the namespace `n` becomes `n__f`
 for the model, as in vLLM, and the answer names both again.

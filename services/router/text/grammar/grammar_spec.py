@@ -1,5 +1,5 @@
-"""Reads the parameters for structured output: `response_format`, vLLM's `guided_*` or `structured_outputs`, and the
-names that SGLang (`regex`, `ebnf`, `json_schema`) and llama.cpp (`grammar`, `json_schema`) have for them.
+"""Decides which grammar a request asks for: `response_format`, `guided_*`, `structured_outputs`, and SGLang's and
+llama.cpp's names.
 
 A request may use several of them only if they ask for the same form. This module checks types and sizes; the compiler
 checks schemas and grammars.

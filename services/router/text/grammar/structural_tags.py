@@ -1,4 +1,4 @@
-"""Reads structural tags: a description of free text in which tags, once begun, must continue in a given form.
+"""Converts structural tags to a grammar: free text in which tags, once begun, must continue in a given form.
 
 There are two formats: vLLM's older one with `structures` and `triggers`, and xgrammar's `format`, a tree of parts.
 """

@@ -1,4 +1,4 @@
-"""The model's vocabulary in the form of llguidance: writes grammars for it, and explains the errors of the compiler.
+"""Prepares the model's vocabulary for llguidance: writes grammars for it, and explains the errors of the compiler.
 
 Grammars are compiled in another process (`grammar.compiling`). The instances compile the same text with the same
 tokenizer.json, so a grammar that is valid there is valid in the instances too.

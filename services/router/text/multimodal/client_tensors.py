@@ -1,4 +1,4 @@
-"""Reads tensors of clients, in files of `torch.save` or safetensors, without torch and without unpickling.
+"""Reads tensors of clients (`image_embeds`) in files of `torch.save` or safetensors, without unpickling.
 
 A file of `torch.save` holds a pickle, which can run any code if Python loads it. Here its instructions are interpreted
 one by one, and only those of a single tensor are known.

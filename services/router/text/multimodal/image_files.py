@@ -1,4 +1,6 @@
-"""Loads images, videos and audio from `data:` URLs, from a local folder that the settings allow, or from the web."""
+"""Loads and checks media of a request: `data:` URLs, local files (`--allowed-local-media-path`), pixels; `url_fetch.py`
+fetches the web.
+"""
 
 import asyncio
 import binascii

@@ -1,4 +1,4 @@
-"""Bounds what the images of all requests may use in one router process: bytes, and connections to other hosts.
+"""Bounds the memory of all requests' images in one router process, and how many are fetched at a time.
 
 The files of a request's images are kept until its answer has ended, because a replay sends them to an instance again.
 """

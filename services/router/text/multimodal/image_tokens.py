@@ -1,4 +1,4 @@
-"""Replaces what a chat template writes for each image by the texts and image tokens that the image becomes.
+"""Replaces placeholders of images in a prompt by their tokens; how many, is decided in `contracts/vision`.
 
 A prompt is tokenized with the texts of its images in it, as transformers does, because they may join with the text
 around them.

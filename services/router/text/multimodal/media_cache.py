@@ -1,4 +1,4 @@
-"""Keeps files for later requests: files that clients have named by a `uuid`, and recent images of chats."""
+"""Keeps media files for later requests: files that clients have named by a `uuid`, and recent images."""
 
 from collections import OrderedDict
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""The images, videos and audio in the messages of a chat, as their content parts name them."""
+"""Finds the images, videos and audio in the content parts of chat messages, and checks the form of each part."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType

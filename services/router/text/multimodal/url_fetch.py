@@ -1,4 +1,4 @@
-"""Fetches images and videos from URLs that clients send, protected against server-side request forgery (SSRF).
+"""Decides which `http` URLs of images are permitted (`--allowed-media-domains`, SSRF), and fetches them.
 
 Files are fetched from the hosts in `--allowed-media-domains`, or with `*` from every host with public addresses only.
 The router connects to the address that it has checked, and does not follow redirects: neither a DNS name nor a response

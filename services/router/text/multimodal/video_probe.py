@@ -1,4 +1,4 @@
-"""Looks at video files in processes of their own: a damaged or hostile one ends such a process and not the router."""
+"""Reads size, length and rate of video files in processes of their own."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,5 @@
-"""Formats of reasoning in generated text. Reasoning is removed before the rest is searched for tool calls.
+"""Reasoning parsers (`--reasoning-parser`): formats of reasoning in generated text. Reasoning is removed before the
+rest is searched for tool calls.
 
 To add a format of two tags, add one line to `REASONING_FORMATS`; any other format also needs a module with its scan.
 """

@@ -1,4 +1,4 @@
-"""The reasoning format of gpt-oss: harmony messages of the channel `analysis` are reasoning.
+"""Reasoning parser of gpt-oss: harmony messages of the channel `analysis` are reasoning.
 
 Messages to a tool are passed on with their markers, for the tool call format `openai`. All other messages are content.
 """

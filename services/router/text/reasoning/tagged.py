@@ -1,4 +1,6 @@
-"""Reasoning formats with two tags at the beginning of an answer. The prompt may already end with one of the tags."""
+"""Reasoning parsers with two tags (`<think>`): decide where reasoning begins and ends. The prompt may already end with
+one of the tags.
+"""
 
 from baton_serve.contracts.lark import Lark
 from baton_serve.services.router.text.scanning.characters import Characters, Scan, literal, skip_space, until

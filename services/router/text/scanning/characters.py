@@ -1,4 +1,5 @@
-"""Lets parsers read a text that arrives in pieces as if it were whole. It is independent of all formats.
+"""Lets parsers read text that arrives in pieces, and holds back what may begin a marker. It is independent of all
+formats.
 
 A scan is a generator: it waits for the next character with `yield from text.next()`, and returns its result. It never
 sees where a piece ended, so its output cannot depend on that.

@@ -1,4 +1,4 @@
-"""Scans messages in OpenAI's harmony format, which gpt-oss uses: a header (role, channel, recipient), then a body.
+"""Scans messages in OpenAI's harmony format (gpt-oss): a header (role, channel, recipient), then a body.
 
 The format is described in https://cookbook.openai.com/articles/openai-harmony. Its markers are special tokens, so the
 detokenizer must keep special tokens in the text.

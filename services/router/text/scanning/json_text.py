@@ -1,4 +1,6 @@
-"""Scans JSON that is still being generated. It checks only as much as is needed to find the end of a value."""
+"""Scans JSON that is still being generated, to find the end of a value. It checks only as much as is needed to find the
+end of a value.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""The parts of generated text: content, reasoning and tool calls. It is independent of formats and of HTTP."""
+"""Collects the parts of an answer (content, reasoning, tool calls) that parsers find. It is independent of formats and
+of HTTP.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

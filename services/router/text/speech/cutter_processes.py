@@ -1,4 +1,4 @@
-"""Decodes audio files in other processes and cuts them into windows. See `baton_serve.audio_cutter`."""
+"""Sends audio files to processes that decode and cut them, with limits of time. See `baton_serve.audio_cutter`."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The windows, languages and control tokens of a model that transcribes audio, as the router needs them."""
+"""Decides the windows, languages and control tokens of a speech model (Whisper), and its prompt."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

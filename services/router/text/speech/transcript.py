@@ -1,4 +1,4 @@
-"""Converts the tokens of transcribed windows to segments with times, and segments to subtitles."""
+"""Converts the tokens of transcribed windows to segments with times, and segments to subtitles; measures repetition."""
 
 import zlib
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""Formats of tool calls in generated text, for whole texts and streams.
+"""Tool parsers (`--tool-call-parser`): formats of tool calls in generated text, for whole texts and streams.
 
 To add a format, write one module with its scan, and add one line to `TOOL_CALL_FORMATS`. A scan never raises an error
 for a text: text that is not a valid call is content.

@@ -1,4 +1,4 @@
-"""Scans a tool call that is a JSON object with `name` and `arguments` (or `parameters`), which several formats use."""
+"""Decides whether a JSON object is a tool call, its name and its arguments, for several tool parsers."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The tool call formats of DeepSeek V3, R1 and V3.1.
+"""Tool parser of DeepSeek V3, R1 and V3.1.
 
 V3 and R1 write `<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a newline, and the arguments in a code fence of JSON;
 V3.1 writes `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}`. Both end a call with `<｜tool▁call▁end｜>`.

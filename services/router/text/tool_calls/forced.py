@@ -1,4 +1,4 @@
-"""Tool calls that a request demands, with `tool_choice` `required` or a named function.
+"""Grammar and parser of tool calls that a request demands: `tool_choice` `required` or a named function.
 
 The answer is generated under a grammar and parsed as JSON, so the model's own format is not needed. With `required` the
 answer is a list, `[{"name": …, "parameters": {…}}, …]`; with a named function it is only the arguments. The schema of

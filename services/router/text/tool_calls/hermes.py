@@ -1,4 +1,4 @@
-"""The tool call format of Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3.
+"""Tool parser of Hermes 2 Pro, Hermes 3, Qwen 2.5 and Qwen 3.
 
 An answer has any number of calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 """

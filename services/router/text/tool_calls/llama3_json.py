@@ -1,4 +1,4 @@
-"""The tool call format of Llama 3.1 and later: an answer that is `{"name": …, "parameters": {…}}`.
+"""Tool parser of Llama 3.1 and later: an answer that is `{"name": …, "parameters": {…}}`.
 
 Several calls are separated by `;`. The marker `<|python_tag|>` before a call is often left out by models, so a text has
 calls if and only if it begins with such an object.

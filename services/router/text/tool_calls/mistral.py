@@ -1,4 +1,4 @@
-"""The tool call formats of Mistral.
+"""Tool parser of Mistral.
 
 Older models write `[TOOL_CALLS][{"name": …, "arguments": {…}}, …]`; models since tokenizer v11 write
 `[TOOL_CALLS]name{…}` for each call. Versions between them write `[TOOL_CALLS]name[CALL_ID]id[ARGS]{…}`, whose id is

@@ -1,4 +1,4 @@
-"""The tool call format of gpt-oss: harmony messages to `functions.name` are calls, and other messages are content.
+"""Tool parser of gpt-oss: harmony messages to `functions.name` are calls, and other messages are content.
 
 Messages of the channel `analysis` are reasoning and are dropped. To keep them, use `--reasoning-parser gpt_oss`, which
 removes them from the text before this scan.

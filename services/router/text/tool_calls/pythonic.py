@@ -1,4 +1,4 @@
-"""The tool call format of Llama 3.2, Llama 4 and others: a Python list of calls, `[name(key="value", other=3), …]`.
+"""Tool parser of Llama 3.2, Llama 4 and others: a Python list of calls, `[name(key="value", other=3), …]`.
 
 A text has calls only if it begins with such a list. An argument is streamed when its value is complete, because an
 incomplete Python literal cannot be converted to JSON.

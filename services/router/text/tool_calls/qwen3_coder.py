@@ -1,4 +1,4 @@
-"""The tool call format of Qwen3-Coder, in which values have no quotes.
+"""Tool parser of Qwen3-Coder, in which values have no quotes.
 
 A call is `<tool_call><function=name><parameter=key>value</parameter>…</function></tool_call>`. The tool's schema gives
 the types of the values. Strings are streamed while they arrive, other values when they are complete.

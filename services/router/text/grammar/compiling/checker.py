@@ -1,4 +1,5 @@
-"""Checks grammars with the compiling process. It has a cache of verdicts, a bounded queue, and restarts the process.
+"""Checks a grammar in the compiling process (queue, cache of verdicts, restarts); whether it is valid,
+`limited_compiler.py` decides. It has a cache of verdicts, a bounded queue, and restarts the process.
 
 No grammar can harm the router: a crash of its compiler, an exceeded limit and an error all become verdicts about this
 grammar. Verdicts are cached, so a grammar is compiled once, even if its compiler crashes.

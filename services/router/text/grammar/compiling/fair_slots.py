@@ -1,4 +1,6 @@
-"""The slots in which grammars are compiled. Callers that wait for one take turns, and share the places of the queue."""
+"""Decides whose grammar is compiled next, and how many may wait. Callers that wait for one take turns, and share the
+places of the queue.
+"""
 
 import asyncio
 from collections import OrderedDict, deque

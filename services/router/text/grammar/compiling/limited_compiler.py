@@ -1,4 +1,5 @@
-"""The compiling process: forks one compiler for each grammar. The router's `GrammarChecker` starts it.
+"""Decides whether a grammar or JSON schema can be compiled, within limits of time and memory: one process for each. The
+router's `GrammarChecker` starts it.
 
     python -m baton_serve.services.router.text.grammar.compiling.limited_compiler CONTROL TOKENIZER LIMITS
 
