@@ -6,7 +6,8 @@ instance fetches the blocks; if they do not come, it encodes the files itself. S
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
@@ -29,13 +30,15 @@ from baton_serve.contracts.messages import (
     ToInstance,
 )
 from baton_serve.contracts.vision.media_text import EmbeddingShape
+from baton_serve.engine.core.outputs import NamedBlock
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.image_types import ImageReader
+from baton_serve.engine.model.vision.image_types import ImageReader, Pixels
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import EncoderCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.kv_sharing.file_decoding import FileDecoding
 from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort, SourcePort
 from baton_serve.services.instance.request_server import Identity, await_uncancelled, load_of
 
@@ -44,6 +47,16 @@ logger = logging.getLogger(__name__)
 MAX_DECODED = 16
 """Largest number of requests whose images are decoded before their turn. Pixels take tens of times the memory of the
 files, so the others wait as files."""
+
+
+@dataclass(eq=False, slots=True)
+class _Encoding:
+    """The embeddings of a request that exist already. `held` is resolved when all do; it raises `RequestFailed` if the
+    engine failed the request."""
+
+    ticket: TicketId
+    held: asyncio.Future[None]
+    shapes: list[EmbeddingShape] = field(default_factory=list)
 
 
 class EncodingServer(DrainableServer):
@@ -68,11 +81,11 @@ class EncodingServer(DrainableServer):
         self._events = events
         self._transfer = transfer
         self._tasks: dict[asyncio.Task[None], Ticket] = {}
-        self._held: dict[RequestId, asyncio.Future[None]] = {}
-        """Resolved when all images of a request are encoded; it raises `RequestFailed` if the engine failed it."""
+        self._encodings: dict[RequestId, _Encoding] = {}
+        self._files = FileDecoding()
         self._decoding = asyncio.Semaphore(MAX_DECODED)
         self._num_queued = 0
-        """Requests that wait for `_decoding`."""
+        """Requests that wait until their files may be decoded."""
         self.stats = stats
 
     @property
@@ -109,13 +122,17 @@ class EncodingServer(DrainableServer):
         self.stats = stats
 
     def on_step_result(self, step: TimedStepResult) -> None:
-        """Continue the requests whose images are encoded, and publish what the cache has stored and removed."""
+        """Publish the images that are encoded, continue the requests whose images all are, and publish what the cache
+        has stored and removed."""
+        for request_id, shape, blocks in step.result.encoded:
+            if (encoding := self._encodings.get(request_id)) is not None:
+                self._publish(encoding, shape, blocks)
         for request_id in step.result.held:
-            if (held := self._held.get(request_id)) is not None and not held.done():
-                held.set_result(None)
+            if (encoding := self._encodings.get(request_id)) is not None and not encoding.held.done():
+                encoding.held.set_result(None)
         for request_id, message, code in step.result.failed:
-            if (held := self._held.get(request_id)) is not None and not held.done():
-                held.set_exception(RequestFailed(code, message))
+            if (encoding := self._encodings.get(request_id)) is not None and not encoding.held.done():
+                encoding.held.set_exception(RequestFailed(code, message))
         self._events.publish(step.result.events)
 
     def _end_all(self, code: ErrorCode, reason: str) -> None:
@@ -168,35 +185,49 @@ class EncodingServer(DrainableServer):
             await await_uncancelled(self._release(inner, name, released, encoding))
 
     async def _encode(self, inner: RequestId, message: Encode) -> list[EmbeddingShape]:
-        """Compute the embeddings that are not cached, publish all, and return their shapes."""
+        """Compute the embeddings that are not cached, publish each as soon as it exists, and return their shapes."""
         ticket = message.ticket
         files = {digest: file for file, own in zip(message.images, message.spans, strict=True) for digest in own}
-        lacking = await self._engine.call(lambda engine: engine.claim(inner, ticket.source_root, list(files)))
+        encoding = _Encoding(ticket.ticket, asyncio.get_running_loop().create_future())
+        self._encodings[inner] = encoding
+        lacking, cached = await self._engine.call(
+            lambda engine: (engine.claim(inner, ticket.source_root, list(files)), engine.blocks_of(inner))
+        )
+        for shape, blocks in cached:
+            self._publish(encoding, shape, blocks)
         if lacking:
-            await self._compute(inner, {digest: files[digest] for digest in lacking})
-        found = await self._engine.call(lambda engine: engine.blocks_of(inner))
-        for _, blocks in found:
-            self._transfer.publish(ticket.ticket, blocks)
-        return [shape for shape, _ in found]
-
-    async def _compute(self, inner: RequestId, lacking: Mapping[bytes, bytes]) -> None:
-        """Decode files in a worker thread, and wait until the engine has encoded their spans `lacking`, by digest."""
-        held = self._held[inner] = asyncio.get_running_loop().create_future()
-        self._num_queued += 1
-        try:
-            await self._decoding.acquire()
-        finally:
-            self._num_queued -= 1
-        try:
             # Each file once: a video may have many spans.
-            read = await asyncio.to_thread(self._reader.read, list(dict.fromkeys(lacking.values())))
-            if not lacking.keys() <= read.keys():
-                raise RequestError("invalid", "a file does not have the digest by which it was sent")
-            pixels = {digest: read[digest] for digest in lacking}
+            await self._compute(inner, encoding, list(dict.fromkeys(files[digest] for digest in lacking)), set(lacking))
+        return encoding.shapes
+
+    def _publish(self, encoding: _Encoding, shape: EmbeddingShape, blocks: Sequence[NamedBlock]) -> None:
+        """Offer the embeddings of one image to the instance that waits for them."""
+        encoding.shapes.append(shape)
+        self._transfer.publish(encoding.ticket, blocks)
+
+    async def _compute(
+        self, inner: RequestId, encoding: _Encoding, files: Sequence[bytes], lacking: set[bytes]
+    ) -> None:
+        """Decode files in worker threads, and wait until the engine has encoded their spans `lacking`, by digest. A
+        request with videos keeps its turn for that long: the engine encodes one after the other."""
+        self._num_queued += 1
+        is_queued, found = True, set[bytes]()
+
+        async def add(read: Pixels) -> None:
+            pixels = {digest: picture for digest, picture in read.items() if digest in lacking}
+            found.update(pixels)
             await self._engine.call(lambda engine: engine.add(inner, pixels))
-            await held
+
+        try:
+            async with self._files.turn(files) as turn, self._decoding:
+                self._num_queued -= 1
+                is_queued = False
+                await turn.decode(files, lambda file: self._reader.read([file]), add)
+                if found != lacking:
+                    raise RequestError("invalid", "a file does not have the digest by which it was sent")
+                await encoding.held
         finally:
-            self._decoding.release()
+            self._num_queued -= is_queued
 
     async def _release(
         self,
@@ -207,7 +238,7 @@ class EncodingServer(DrainableServer):
     ) -> None:
         """Wait until no copy reads the blocks any more, then free them."""
         await asyncio.gather(encoding, return_exceptions=True)
-        self._held.pop(inner, None)
+        self._encodings.pop(inner, None)
         if not released.done():
             self._transfer.cancel(name)
         await asyncio.wait([released])

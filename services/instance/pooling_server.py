@@ -32,11 +32,12 @@ from baton_serve.contracts.vision import READERS
 from baton_serve.contracts.wire import MAX_FRAME_BYTES
 from baton_serve.engine.core.outputs import PooledOutput
 from baton_serve.engine.errors import RequestError
-from baton_serve.engine.model.vision.image_types import NO_PIXELS, ImageReader, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage, EncodedImage, ImageReader, Pixels
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import PoolingEngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.kv_sharing.file_decoding import FileDecoding
 from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort
 from baton_serve.services.instance.request_server import MAX_TIMEOUT_S, Identity, failure_of, load_of
 
@@ -94,6 +95,7 @@ class PoolingServer(DrainableServer):
         self._by_router: dict[tuple[RouterId, RequestId], _Request] = {}
         self._num_accepted = 0
         self._reader = reader
+        self._files = FileDecoding()
         self._decoding = asyncio.Semaphore(MAX_DECODED)
         self._tasks: set[asyncio.Task[None]] = set()
         self.stats = stats
@@ -182,14 +184,19 @@ class PoolingServer(DrainableServer):
         task.add_done_callback(self._tasks.discard)
 
     async def _decode(self, request: _Request, message: Pool) -> None:
-        """Decode the images of a request in a worker thread, pass it to the engine, and wait for its end."""
-        async with self._decoding:
+        """Decode the images of a request in worker threads, pass it to the engine, and wait for its end."""
+        pixels: dict[bytes, DecodedImage | EncodedImage] = {}
+
+        async def keep(read: Pixels) -> None:
+            pixels.update(read)
+
+        async with self._files.turn(message.images) as turn, self._decoding:
             if request.ended.is_set():
                 return
             try:
-                if self._reader is None:
+                if (reader := self._reader) is None:
                     raise RequestError("invalid", f"this instance reads no images in inputs: {READERS}")
-                pixels = await asyncio.to_thread(self._reader.read, message.images)
+                await turn.decode(message.images, lambda file: reader.read([file]), keep)
             except Exception as exc:  # noqa: BLE001 - the router gets the reason
                 if not request.ended.is_set():
                     self._refuse(request, exc)

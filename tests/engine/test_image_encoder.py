@@ -118,6 +118,29 @@ def test_an_image_is_encoded_once_for_all_requests_of_a_tenant(encoder: Make) ->
     assert (stats.prompt_tokens, stats.prefix_hit_tokens) == (2 * IMAGE_TOKENS, 4 * IMAGE_TOKENS)
 
 
+def test_images_are_reported_one_by_one_and_those_that_are_decoded_first_go_first(encoder: Make) -> None:
+    """A request with a long video is claimed long before its frames are there."""
+    engine, _ = encoder()
+    slow, quick = RequestId("slow"), RequestId("quick")
+    files = {digest_of(file): file for file in IMAGES[:2]}
+    pixels = [engine.reader.read([file]) for file in IMAGES[:3]]
+    assert engine.claim(slow, ROOT, list(files)) == list(files)
+    assert engine.claim(quick, ROOT, list(pixels[2])) == list(pixels[2])
+    engine.add(quick, pixels[2])
+    engine.add(slow, pixels[0])
+    steps = [engine.step(), engine.step()]
+    assert not engine.has_work()
+    engine.add(slow, pixels[1])
+    steps.append(engine.step())
+    assert [step.held for step in steps] == [[quick], [], [slow]]
+    assert [[(one.request_id, one.shape.digest) for one in step.encoded] for step in steps] == [
+        [(quick, digest_of(IMAGES[2]))],
+        [(slow, digest_of(IMAGES[0]))],
+        [(slow, digest_of(IMAGES[1]))],
+    ]
+    assert engine.blocks_of(slow) == [(one.shape, one.blocks) for step in steps[1:] for one in step.encoded]
+
+
 def test_the_oldest_embeddings_make_room_and_images_in_use_wait_for_it(encoder: Make) -> None:
     engine, counts = encoder(num_blocks=2)
     names = [RequestId(str(number)) for number in range(3)]

@@ -12,6 +12,7 @@ from msgspec import Struct
 from baton_serve.contracts.events import BlockEvent
 from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import ErrorCode, FinishReason, TokenLogprobs
+from baton_serve.contracts.vision.media_text import EmbeddingShape
 
 
 class SequenceOutput(Struct, frozen=True):
@@ -84,6 +85,15 @@ class PooledOutput(Struct, frozen=True):
     data: bytes
 
 
+class EncodedFile(NamedTuple):
+    """The embeddings of one image (or audio) of a request to an encoder: their shape, and the blocks that hold their
+    rows. They stay until the request is released."""
+
+    request_id: RequestId
+    shape: EmbeddingShape
+    blocks: list[NamedBlock]
+
+
 class FailedRequest(NamedTuple):
     """A request that the engine has ended because of an error, with the error's message and code."""
 
@@ -94,8 +104,8 @@ class FailedRequest(NamedTuple):
 
 @dataclass(slots=True)
 class StepResult:
-    """Everything that one step has produced, for all requests. `held` lists the `prefill` requests that have ended in
-    this step and keep their blocks for the decode worker."""
+    """Everything that one step has produced, for all requests. `held` lists the requests that have ended in this step
+    and keep their blocks for another worker: those of `prefill`, and those whose files are all encoded."""
 
     tokens: list[SequenceOutput] = field(default_factory=list)
     first: list[FirstTokenInfo] = field(default_factory=list)
@@ -104,6 +114,7 @@ class StepResult:
     events: list[BlockEvent] = field(default_factory=list)
     failed: list[FailedRequest] = field(default_factory=list)
     pooled: list[PooledOutput] = field(default_factory=list)
+    encoded: list[EncodedFile] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)

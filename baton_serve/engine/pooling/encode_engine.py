@@ -25,7 +25,14 @@ from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine import device
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.core.block_pool import BlockPool
-from baton_serve.engine.core.outputs import BatchSize, EngineStats, FailedRequest, NamedBlock, StepResult
+from baton_serve.engine.core.outputs import (
+    BatchSize,
+    EncodedFile,
+    EngineStats,
+    FailedRequest,
+    NamedBlock,
+    StepResult,
+)
 from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.loaded_model import LoadProgress
@@ -89,11 +96,14 @@ class _Embedding:
 
 @dataclass(slots=True)
 class _EncodeRequest:
-    """The images of one request: embeddings with the blocks that it owns, and images, by digest, to be encoded."""
+    """The images of one request: embeddings with the blocks that it owns, and images, by digest, to be encoded.
+    `lacking` are the digests of images that are not encoded yet, whether they were added or not."""
 
     root: BlockHash
     owned: list[tuple[_Embedding, list[int]]] = field(default_factory=list)
     waiting: dict[bytes, DecodedImage] = field(default_factory=dict)
+    lacking: set[bytes] = field(default_factory=set)
+    has_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +161,13 @@ class ImageEncoder:
     def claim(self, request_id: RequestId, root: BlockHash, digests: Sequence[bytes]) -> list[bytes]:
         """Begin a request: own the cached embeddings of these images. Return the digests of the others, for `add`."""
         request = self._requests[request_id] = _EncodeRequest(root)
-        return [digest for digest in digests if not self._take_cached(request, digest)]
+        lacking = [digest for digest in digests if not self._take_cached(request, digest)]
+        request.lacking.update(lacking)
+        return lacking
 
     def add(self, request_id: RequestId, images: Pixels) -> None:
-        """Queue images of a claimed request, by digest. A step reports the request as `held` after its last image.
+        """Queue images of a claimed request, by digest: all that it lacks, or some as soon as they are decoded. Steps
+        report each as `encoded`, and the request as `held` after the last image that it lacked.
 
         Raises `RequestError` for an image that the model cannot read, or that is larger than the cache.
         """
@@ -164,14 +177,16 @@ class ImageEncoder:
         for image in waiting.values():
             if -(-self._rows_of(image) // self.layout.block_tokens) > self._pool.num_total:
                 raise RequestError("too_long", "an image is larger than the cache of embeddings (--embedding-cache-gb)")
-        self._requests[request_id].waiting |= waiting
+        request = self._requests[request_id]
+        if not request.has_begun:
+            # A long video is decoded for long: requests behind it whose images are there go first.
+            self._requests[request_id] = self._requests.pop(request_id)
+            request.has_begun = True
+        request.waiting |= waiting
 
     def blocks_of(self, request_id: RequestId) -> list[tuple[EmbeddingShape, list[NamedBlock]]]:
-        """Return the embeddings of a request that is held: their shapes, and the blocks that hold their rows."""
-        return [
-            (known.shape, [NamedBlock(*pair) for pair in zip(known.names, blocks, strict=True)])
-            for known, blocks in self._requests[request_id].owned
-        ]
+        """Return the embeddings that exist for a request: their shapes, and the blocks that hold their rows."""
+        return [(known.shape, _named(known, blocks)) for known, blocks in self._requests[request_id].owned]
 
     def release(self, request_id: RequestId) -> None:
         """End a request: its blocks stay cached until others need them. Ignore unknown requests."""
@@ -189,7 +204,7 @@ class ImageEncoder:
         return not self._is_blocked and any(request.waiting for request in self._requests.values())
 
     def step(self) -> StepResult:
-        """Encode the next image, or several windows of audio; requests are served in the order of `claim`."""
+        """Encode the next image, or several windows of audio; requests are served in the order of their first `add`."""
         result = StepResult()
         batch = self._next_batch(result)
         if batch:
@@ -204,7 +219,7 @@ class ImageEncoder:
     def stats(self) -> EngineStats:
         """Return the load and counters. Tokens are rows of embeddings; fields about decoding are 0."""
         waiting = [image for request in self._requests.values() for image in request.waiting.values()]
-        held = [request for request in self._requests.values() if request.owned and not request.waiting]
+        held = [request for request in self._requests.values() if request.owned and not request.lacking]
         return EngineStats(
             free_blocks=self._pool.num_free,
             total_blocks=self._pool.num_total,
@@ -308,6 +323,7 @@ class ImageEncoder:
         self._pool.release(one.blocks)
         if one.request.waiting:
             one.request.waiting.clear()
+            one.request.lacking.clear()
             result.failed.append(FailedRequest(one.request_id, "the device ran out of memory"))
 
     def _keep(self, one: _BatchImage, features: Tensor) -> None:
@@ -365,9 +381,18 @@ class ImageEncoder:
 
 
 def _finish(request_id: RequestId, request: _EncodeRequest, digest: bytes, result: StepResult) -> None:
-    """Record that the embeddings of an image of a request exist, and in `result` if they were the last."""
-    if request.waiting.pop(digest, None) is not None and not request.waiting:
-        result.held.append(request_id)
+    """Record in `result` that the embeddings of an image, which the request owns last, exist, and whether they were all
+    that it lacked."""
+    if request.waiting.pop(digest, None) is not None:
+        request.lacking.discard(digest)
+        known, blocks = request.owned[-1]
+        result.encoded.append(EncodedFile(request_id, known.shape, _named(known, blocks)))
+        if not request.lacking:
+            result.held.append(request_id)
+
+
+def _named(known: _Embedding, blocks: Sequence[int]) -> list[NamedBlock]:
+    return [NamedBlock(*pair) for pair in zip(known.names, blocks, strict=True)]
 
 
 def _name(request: _EncodeRequest, digest: bytes) -> BlockHash:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import msgspec
@@ -18,12 +18,12 @@ import torch
 from baton_serve.contracts.block_hash import embedding_hashes
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file, split_header
+from baton_serve.contracts.media import MediaSpan, digest_of, spans_of_file
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill
 from baton_serve.contracts.vision.media_text import EmbeddingShape
 from baton_serve.engine.device import DTYPES
 from baton_serve.engine.model.vision.decoded_media import KeptPictures
-from baton_serve.engine.model.vision.image_types import NO_PIXELS, EncodedImage, ImageReader, Pixels
+from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage, EncodedImage, ImageReader, Pixels
 from baton_serve.kvtransfer import (
     Corrupt,
     HostMemory,
@@ -34,13 +34,10 @@ from baton_serve.kvtransfer import (
     TransferTimeout,
 )
 from baton_serve.services.instance.attempt_table import AttemptEntry
+from baton_serve.services.instance.kv_sharing.file_decoding import FileDecoding
 
 logger = logging.getLogger(__name__)
 
-
-MAX_VIDEO_PROMPTS = 4
-"""Largest number of prompts whose videos one instance decodes at a time. A video may take a minute: without a bound,
-videos take all threads, of which Python starts at least five, and images wait for them."""
 
 PEER_FAULTS = (PeerLost, TransferTimeout, Corrupt, TimeoutError)
 """Errors that mean that the encode instance is dead, frozen or broken. One that refuses a single file works."""
@@ -211,7 +208,7 @@ class PromptImageSource:
         """Without `reader`, this instance computes no prompts with images; without `fetcher` it encodes all itself."""
         self._kept = None if reader is None else KeptPictures(reader)
         self._fetcher = fetcher
-        self._videos = asyncio.Semaphore(MAX_VIDEO_PROMPTS)
+        self._decoding = FileDecoding()
 
     async def images(self, request: AttemptEntry, message: Prefill | Generate) -> Pixels:
         """Return the images of a prompt: fetched embeddings, and the pixels of the other files.
@@ -228,21 +225,18 @@ class PromptImageSource:
 
         spans = {span.digest for span in request.work.media}
 
-        def has_come(file: bytes) -> bool:
+        def read(file: bytes) -> Pixels:
             # Hashing again costs less than decoding, and nothing says which file has which digest.
-            return bool(fetched) and fetched.keys() >= set(spans_of_file(digest_of(file), spans))
+            if fetched and fetched.keys() >= set(spans_of_file(digest_of(file), spans)):
+                return NO_PIXELS
+            return kept.read(root, [file])
 
-        def decode() -> Pixels:
-            return kept.read(root, (file for file in files if not has_come(file)))
+        found: dict[bytes, DecodedImage | EncodedImage] = {}
+
+        async def keep(pixels: Pixels) -> None:
+            found.update(pixels)
 
         # Decoding an image takes up to tens of milliseconds: on the loop it would delay all other requests.
-        async with self._videos if any(map(_is_video, files)) else nullcontext():
-            return {**await asyncio.to_thread(decode), **fetched}
-
-
-def _is_video(file: bytes) -> bool:
-    try:
-        return split_header(file)[0].clip is not None
-    # The reader reports a broken header.
-    except msgspec.MsgspecError:
-        return False
+        async with self._decoding.turn(files) as turn:
+            await turn.decode(files, read, keep)
+        return {**found, **fetched}

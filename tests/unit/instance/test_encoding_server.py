@@ -12,7 +12,7 @@ from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.media import digest_of
 from baton_serve.contracts.messages import Encode, Failed, Generate, Heartbeat, LoadReport, Ticket
 from baton_serve.contracts.vision.media_text import EmbeddingShape
-from baton_serve.engine.core.outputs import FailedRequest, NamedBlock, StepResult
+from baton_serve.engine.core.outputs import EncodedFile, FailedRequest, NamedBlock, StepResult
 from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import DecodedImage
 from baton_serve.services.instance.encoding_server import EncodingServer
@@ -34,6 +34,7 @@ from tests.unit.instance.fakes import (
 LAYOUT = embedding_layout("weights", width=4, dtype="float32")
 FILE = b"a file"
 SHAPE = EmbeddingShape(digest_of(FILE), 3, 10, 10)
+BLOCKS = [NamedBlock(name(1), 1)]
 INNER = RequestId("encode:t")
 
 
@@ -50,7 +51,7 @@ class FakeEncoder:
         self.asked.append("add")
 
     def blocks_of(self, request_id: RequestId) -> list[tuple[EmbeddingShape, list[NamedBlock]]]:
-        return [(SHAPE, [NamedBlock(name(1), 1)])]
+        return [(SHAPE, BLOCKS)] if self.is_cached else []
 
     def release(self, request_id: RequestId) -> None:
         self.asked.append("release")
@@ -78,10 +79,11 @@ class Served:
             transfer=self.transfer,
         )
 
-    def encode(self, file: bytes = FILE, **changes: Any) -> None:
+    def encode(self, *files: bytes, **changes: Any) -> None:
         values = {"source_layout": LAYOUT, "source_root": BlockHash(b"e" * 16), **changes}
         asked: Ticket = msgspec.structs.replace(ticket(), **values)
-        self.server.on_message(ROUTER, Encode(asked, [file], [[digest_of(file)]]))
+        sent = files or (FILE,)
+        self.server.on_message(ROUTER, Encode(asked, list(sent), [[digest_of(file)] for file in sent]))
 
     def step(self, **parts: Any) -> None:
         self.server.on_step_result(TimedStepResult(StepResult(**parts), at=1.0))
@@ -109,12 +111,32 @@ def test_embeddings_are_published_when_they_exist_and_freed_when_they_were_fetch
         if not is_cached:
             await served.until(lambda: "add" in served.engine.asked)
             assert served.transfer.verbs() == ["open"]
-            served.step(held=[INNER])
+            served.step(encoded=[EncodedFile(INNER, SHAPE, BLOCKS)], held=[INNER])
         await served.until(lambda: "finish" in served.transfer.verbs())
         published, finished = served.transfer.asked[1:]
         assert published == ("publish", [(name(1), 1)])
         assert msgspec.msgpack.decode(finished[1], type=list[EmbeddingShape]) == [SHAPE]
         assert "release" not in served.engine.asked and served.server.num_requests == 1
+        await served.end("received")
+
+    run(test())
+
+
+def test_each_image_is_published_as_soon_as_it_is_encoded() -> None:
+    """The other instance fetches it while later images are decoded and encoded."""
+
+    async def test() -> None:
+        served = Served()
+        served.encode(b"first", b"second")
+        await served.until(lambda: served.engine.asked.count("add") == 2)
+        shapes = [EmbeddingShape(digest_of(file), 3, 10, 10) for file in (b"first", b"second")]
+        served.step(encoded=[EncodedFile(INNER, shapes[0], BLOCKS)])
+        assert served.transfer.asked[1:] == [("publish", [(name(1), 1)])]
+        served.step(encoded=[EncodedFile(INNER, shapes[1], [NamedBlock(name(2), 2)])], held=[INNER])
+        await served.until(lambda: "finish" in served.transfer.verbs())
+        (published, finished) = served.transfer.asked[2:]
+        assert published == ("publish", [(name(2), 2)])
+        assert msgspec.msgpack.decode(finished[1], type=list[EmbeddingShape]) == shapes
         await served.end("received")
 
     run(test())
