@@ -1,4 +1,4 @@
-"""Interfaces and adapters for the memory of KV blocks, seen as `num_blocks` pieces of `block_bytes` bytes.
+"""Defines the interface of the memory of KV blocks, seen as `num_blocks` pieces of `block_bytes` bytes.
 
 The engine's KV cache satisfies `BlockMemory` without importing it. `HostMemory` implements it in plain shared memory,
 for tests and benchmarks. This module does not know what a block contains.

@@ -1,4 +1,4 @@
-"""Values and interfaces that the consumer side and the producer side of one `TransferNode` share."""
+"""Defines what the consumer side and the producer side of one `TransferNode` share."""
 
 import asyncio
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Control messages between a consumer (ZeroMQ DEALER) and a producer (ZeroMQ ROUTER).
+"""Defines the control messages between a consumer (ZeroMQ DEALER) and a producer (ZeroMQ ROUTER).
 
 Each message is one MessagePack frame, encoded by `contracts.wire`. If a transport sends the bytes of blocks over the
 same connection, they follow a `Blocks` or `Bytes` message as further frames of its multipart message. Every length is

@@ -1,4 +1,6 @@
-"""Threads that copy and hash blocks for the event loop. Their results return to the loop, many for each wake-up."""
+"""Runs the threads that copy and hash blocks for the event loop. Their results return to the loop, many for each
+wake-up.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,5 @@
-"""Exceptions of this package, divided by whose fault they are, because this decides whether a retry can help.
+"""Defines the exceptions of transfers, divided by whose fault they are, because this decides whether a retry
+can help.
 
 TransferError
  ├── LocalTransferError      the caller or this node made a mistake; a retry does not help

@@ -1,4 +1,4 @@
-"""Choose the transport for the blocks of one pair of instances, and the time when another one is tried.
+"""Decides which transport two instances use (order, probes, speed), and when another one is tried.
 
 The rules: A transport that needs a proof is used only after a probe has proved it. A transport that failed is probed
 again after an interval that grows with each failure. Among transports that one probe has measured, the fastest is used.

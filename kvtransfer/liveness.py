@@ -1,4 +1,4 @@
-"""Detect the death of a peer process on the same host through a pidfd, which reports it immediately even if sockets
+"""Detects the death of a peer process on the same host through a pidfd, which reports it immediately even if sockets
 still seem alive.
 """
 

@@ -1,4 +1,4 @@
-"""Settings of a transfer node: one frozen Struct that the settings of each instance process embed."""
+"""Defines the settings of a transfer node, with the defaults of its timeouts, retries and limits."""
 
 from typing import Annotated, Literal
 

@@ -1,4 +1,4 @@
-"""Run a ZeroMQ socket on the event loop: one wake-up handles every message that has arrived, and sending never blocks.
+"""Runs the ZeroMQ sockets of transfers on the event loop: options, encryption (CURVE), and the end of connections.
 
 A connection is used once. ZeroMQ must not reconnect it, because a silent reconnect would hide lost messages.
 """

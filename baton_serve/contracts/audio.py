@@ -1,5 +1,4 @@
-"""Limits of audio that router and instances agree on, and the messages between a router and the process that decodes
-files for it.
+"""Limits of audio that router and instances agree on, and the messages of the process that decodes files.
 
 A window of audio travels to an instance as a WAV file with 16-bit samples, at the rate that the model reads: what is
 lost by rounding is less than what lossy formats lose, and instances need no other decoder.

@@ -1,4 +1,4 @@
-"""The lines of batch files in OpenAI's format: requests, and the results of requests.
+"""Reads and checks the lines of batch files (OpenAI's format): requests and results.
 
 The router's batch API and `baton run-batch` read and write the same files. Everything here is pure.
 """

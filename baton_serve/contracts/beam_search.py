@@ -1,4 +1,5 @@
-"""Beam search over one prompt, as vLLM defines it. Pure: the caller computes the next tokens' logprobs.
+"""Decides which beams of a beam search go on and which is best: cumulative logprobs, length penalty, early stopping.
+Pure: the caller computes the next tokens' logprobs.
 
 For each running beam the caller provides the most likely next tokens, twice as many as the beam width: even if every
 beam ends, enough of them continue. The score of a beam is its sum of logprobs divided by its length to the power of

@@ -1,4 +1,4 @@
-"""Block hashes: chained 16-byte hashes of the content of KV blocks, equal on every machine and in every process.
+"""Computes block hashes (prefix caching): chained, with salt, LoRA adapter and images in them.
 
   hash(block) = sha256(hash(previous block) + token ids as little-endian uint32)[:16]
 

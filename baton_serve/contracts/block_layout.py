@@ -1,4 +1,6 @@
-"""The memory layout of a KV block. Code that only moves blocks needs `block_bytes` alone."""
+"""Describes the memory layout of a KV block, and decides whether blocks of two instances are compatible. Code that only
+moves blocks needs `block_bytes` alone.
+"""
 
 from itertools import groupby
 from typing import Annotated, NamedTuple

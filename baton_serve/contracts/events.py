@@ -1,4 +1,5 @@
-"""Events that report which blocks an instance caches. Published over ZeroMQ PUB and numbered without gaps.
+"""Defines the events by which an instance reports which blocks it caches. Published over ZeroMQ PUB and numbered
+without gaps.
 
 A router that joins or detects a gap asks the instance for a `messages.Snapshot`.
 """

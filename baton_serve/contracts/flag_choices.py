@@ -1,4 +1,4 @@
-"""The names of devices, data types and formats of weights, as flags and settings spell them."""
+"""Lists the names of devices, dtypes, `--load-format` and quantization methods that flags accept."""
 
 from typing import Literal
 

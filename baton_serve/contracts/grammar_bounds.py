@@ -1,4 +1,4 @@
-"""Bounds of a grammar that router and workers check before anything compiles it.
+"""Decides how large and deep a grammar or JSON schema may be, before anything compiles it.
 
 llguidance compiles schemas and rules by native recursion: a chain of 2,500 `$ref`s or of 300 rules with nested groups
 needs 8 MiB of stack, and a process with less crashes. The bounds limit the depth of that recursion, and the parts of a

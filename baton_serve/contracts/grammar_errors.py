@@ -1,4 +1,4 @@
-"""Says in one sentence, with cause and remedy, what is wrong with a grammar or schema that llguidance has refused.
+"""Explains in one sentence, with cause and remedy, why llguidance has refused a grammar or schema.
 
 Routers and workers compile the same grammars, so both explain its errors here. An error that is not known stays as it
 is, without llguidance's marks.

@@ -1,4 +1,6 @@
-"""Ids. Each kind is a distinct type, so that type checking prevents mixing them up."""
+"""Types of ids, each distinct, so that type checking prevents mixing them up. Each kind is a distinct type, so that
+type checking prevents mixing them up.
+"""
 
 import secrets
 from typing import NewType

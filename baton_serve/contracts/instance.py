@@ -1,4 +1,4 @@
-"""The registry record of an instance, and its load, which the instance reports to the routers."""
+"""Defines the registry record of an instance, and the load that it reports to routers."""
 
 from typing import Annotated, Literal
 

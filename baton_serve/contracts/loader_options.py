@@ -1,4 +1,4 @@
-"""The settings of a load format: `--model-loader-extra-config`, with the keys of vLLM.
+"""Decides which keys `--model-loader-extra-config` may have for each load format.
 
 | Load format | Keys |
 |---|---|

@@ -1,4 +1,4 @@
-"""Images of a prompt: the bytes of each file, its hash, and the positions of the tokens that stand for it.
+"""Describes images, videos and audio of a prompt: files, digests, positions of their tokens, and limits of size.
 
 An image is the file that the client sent, not its decoded pixels: equal bytes give equal KV. Instances that only move
 blocks or decode get the positions and hashes without the files.

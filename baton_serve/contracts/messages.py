@@ -1,4 +1,4 @@
-"""Messages between a router and an instance, in both directions; each is one MessagePack frame.
+"""Defines the messages between a router and an instance, in both directions; each is one MessagePack frame.
 
 The connections are those of `services.common.rpc`. A router sends messages of `ToInstance`; an instance answers each
 request with any number of `ToRouter`. Times are durations in seconds (`_s`), since the clocks of two hosts differ. An

@@ -1,4 +1,4 @@
-"""Finds the folder of a model from the value of `--model`."""
+"""Finds the folder of a model from the value of `--model`, and the folder of caches."""
 
 import hashlib
 import os

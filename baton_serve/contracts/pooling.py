@@ -1,4 +1,4 @@
-"""Requests for vectors (embeddings, classification) and the capabilities of such a model. Named as in vLLM."""
+"""Defines requests for vectors (embeddings, classification) and the capabilities of such a model. Named as in vLLM."""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Carries the logprobs of a prompt in pieces, so that a receiver can decode them without one long step.
+"""Encodes the logprobs of a prompt in pieces, so that a receiver can decode them without one long step.
 
 Half a million logprobs take 0.6 s to decode. A decoder holds the interpreter's lock until it returns: other threads run
 only between two pieces.

@@ -1,4 +1,4 @@
-"""Finds the user at the other end of a Unix socket, as reported by the kernel.
+"""Decides whether the process at the other end of a Unix socket belongs to the same user.
 
 A name in the abstract namespace has no permissions: any user of the machine can connect to it, or listen there after
 its owner has ended. So both ends check who their peer is.

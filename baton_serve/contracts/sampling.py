@@ -1,4 +1,4 @@
-"""Sampling parameters that an engine needs: how tokens are chosen and when a sequence ends.
+"""Defines the sampling parameters that an engine needs; the router computes them in `text/sampling_params.py`.
 
 Rules about text (stop strings, detokenization) stay in the router. Names and defaults are vLLM's.
 """

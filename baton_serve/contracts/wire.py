@@ -1,5 +1,6 @@
-"""The one codec of all messages: MessagePack through msgspec. Decoding checks every field, and frame length before
-allocation."""
+"""Encodes and decodes all messages (MessagePack), and checks fields and frame length. Decoding checks every field, and
+frame length before allocation.
+"""
 
 from typing import Generic, TypeVar
 

@@ -1,4 +1,4 @@
-"""Attach a transport to one connection: try the rungs of the ladder in order until one works."""
+"""Attaches a transport to one connection: tries them in the order that `ladder.py` decides, until one works."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""The sockets of one connection to a producer. They are used once: a broken connection is replaced, never repaired."""
+"""Carries messages and blocks of one connection to a producer over ZeroMQ sockets. They are used once: a broken
+connection is replaced, never repaired.
+"""
 
 import asyncio
 import logging

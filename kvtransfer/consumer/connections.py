@@ -1,4 +1,4 @@
-"""The connections of this node's consumer side to producers: one for each address, shared by all fetches."""
+"""Opens, replaces and closes a node's connections to producers, one for each address."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The consumer side of a node: runs fetches, each driven by a `ConsumerSession`, over connections to producers."""
+"""Runs the fetches of a node over connections to producers; each fetch is decided in `session/consumer_session.py`."""
 
 import asyncio
 import logging

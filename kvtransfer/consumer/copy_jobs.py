@@ -1,4 +1,4 @@
-"""The copies of received blocks as jobs for worker threads, which verify checksums and report what was copied."""
+"""Copies received blocks in worker threads, verifies their checksums, and reports what was copied."""
 
 import logging
 import threading

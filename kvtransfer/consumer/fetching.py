@@ -1,4 +1,4 @@
-"""The driver's state of one running fetch, and the result that a fetch returns."""
+"""Holds the state of one running fetch for its driver, and the result that a fetch returns."""
 
 import asyncio
 import logging

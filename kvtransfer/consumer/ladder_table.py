@@ -1,4 +1,4 @@
-"""The ladders of a node's consumer side, one for each producing process. A ladder outlives connections, but not the
+"""Keeps a ladder (order of transports) for each producing process. A ladder outlives connections, but not the
 process.
 """
 

@@ -1,4 +1,4 @@
-"""The consumer's connection to one producer: handshake, answers and liveness."""
+"""Connects to one producer: handshake, answers, throughput and liveness."""
 
 import asyncio
 import logging

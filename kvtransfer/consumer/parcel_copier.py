@@ -1,4 +1,4 @@
-"""Decides where received blocks are copied, at once or in a worker thread, and returns credit for them."""
+"""Decides whether received blocks are copied at once or in a worker thread, and returns credit for them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

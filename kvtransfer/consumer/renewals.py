@@ -1,4 +1,4 @@
-"""Track the lease renewals that were sent and not confirmed yet, with their times and attempts. This module is pure."""
+"""Decides when the leases of fetches are renewed, and matches the answers. This module is pure."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Compute which tokens of a producer's blocks become which tokens of the consumer's, and in which dtype they travel.
-This module is pure.
+"""Decides which tokens of a producer's blocks become which of the consumer's (other block size), and in which dtype
+they travel. This module is pure.
 """
 
 from collections.abc import Iterator, Sequence

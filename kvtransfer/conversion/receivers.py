@@ -1,4 +1,4 @@
-"""Receive blocks of another layout: verify the bytes as they travelled, then place their tokens in this node's own
+"""Receives blocks of another layout: verifies the bytes as they travelled, then places their tokens in this node's
 blocks.
 
 The destination of a placement is a place of `StagingBuffers`. Host memory and memory of a device are written in the

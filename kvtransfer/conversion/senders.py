@@ -1,6 +1,4 @@
-"""Send blocks in a smaller dtype than they are stored in, if the consumer would round them to it anyway: fewer bytes
-travel.
-"""
+"""Sends blocks in a smaller dtype than they are stored in, if the consumer would round them to it anyway."""
 
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.kvtransfer.block_memory import BlockMemory

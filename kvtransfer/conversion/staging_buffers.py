@@ -1,4 +1,4 @@
-"""Map the tokens of a producer's blocks to places in this node's memory while a fetch runs. This module touches no
+"""Maps the tokens of a producer's blocks to places in this node's memory while a fetch runs. This module touches no
 bytes.
 """
 

@@ -1,4 +1,4 @@
-"""Copy tokens of blocks from one layout to another, on the device of the target.
+"""Copies and converts tokens of blocks from one layout and dtype to another, on the device of the target.
 
 One-byte codes and their scales equal those of the engine's own kernels, bit by bit (`engine.kernels.kv_codes`).
 """

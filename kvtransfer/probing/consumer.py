@@ -1,5 +1,4 @@
-"""The consumer's half of a probe: ask the producer for a process to fetch from, run a process of its own, and pass the
-results to the ladder.
+"""Decides when transports are probed from the consumer's end, and runs the probe.
 
 A node runs one probe at a time. Handoffs never wait for it.
 """

@@ -1,4 +1,4 @@
-"""A few MB of blocks to probe with, in memory of the host or of a device, and the bytes that fill them."""
+"""Allocates the few MB of blocks that a probe sends, on a host or a device."""
 
 import importlib
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The plan of a probe process, one JSON object on its stdin, and its answers. Values only."""
+"""Defines the task of a probe process, one JSON object on its stdin, and its answers. Values only."""
 
 from collections.abc import Sequence
 

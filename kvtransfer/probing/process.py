@@ -1,5 +1,4 @@
-"""The throw-away process at one end of a probe: a transfer node with a few MB of blocks that serves or fetches known
-bytes.
+"""Serves or fetches known bytes in the throw-away process at one end of a probe.
 
 It may hang, abort or be killed at any time. It ends when its time is over or when its parent closes its stdin.
 """

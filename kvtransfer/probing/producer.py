@@ -1,4 +1,4 @@
-"""The producer's half of a probe: run one throw-away process at a time, for the consumer that asked first."""
+"""Runs the producer's end of a probe: one throw-away process at a time, for the consumer that asked first."""
 
 import asyncio
 import logging

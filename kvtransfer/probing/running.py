@@ -1,4 +1,4 @@
-"""Start a throw-away process, read its answers until its deadline, then kill and reap it. Every wait has an end."""
+"""Starts a throw-away process, reads its answers until its deadline, then kills and reaps it. Every wait has an end."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The connections of consumers to this node's producer side: one ROUTER socket, and a `ProducerLink` per consumer."""
+"""Accepts the connections of consumers to this node, and finds the `ProducerLink` of each message."""
 
 import logging
 from collections.abc import Callable, Collection, Iterator

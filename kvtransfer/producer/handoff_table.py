@@ -1,4 +1,4 @@
-"""The tickets that a producer serves, and the tombstones of ended tickets. This module does no I/O."""
+"""Keeps the tickets that a producer serves, and the tombstones of ended tickets. This module does no I/O."""
 
 import asyncio
 from collections import OrderedDict

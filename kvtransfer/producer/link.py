@@ -1,4 +1,4 @@
-"""The producer's view of one consumer's connection: queued blocks, blocks in flight, and the life of the consumer."""
+"""Sends blocks to one consumer; decides whether it is accepted, and which transports it is offered."""
 
 import asyncio
 import hmac

@@ -1,4 +1,4 @@
-"""The producer side of a node: it serves tickets, each driven by a `ProducerSession`, to the consumers that connect.
+"""Serves the tickets of a node to consumers; each ticket is decided in `session/producer_session.py`.
 
 This module decides nothing about a transfer. It passes messages to the sessions and performs the steps that they
 return.

@@ -1,5 +1,5 @@
-"""Queue the blocks that a producer has to send over one transport of a connection: fair between tickets, and bounded by
-a window of bytes. This module is pure.
+"""Decides which blocks a producer sends next: fair between tickets, within a window of bytes; and which have checksums.
+This module is pure.
 """
 
 from collections import Counter, OrderedDict, deque

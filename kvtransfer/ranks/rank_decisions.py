@@ -1,4 +1,4 @@
-"""Decides how transfers of several ranks end, and to which instances they are tried. This module is pure: no I/O."""
+"""Decides how transfers of several ranks end, and with which instances they are tried. This module is pure: no I/O."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""One rank of an instance, as rank 0 uses it to send and receive that rank's part of blocks."""
+"""Defines how rank 0 commands the transfers of one rank's part of blocks."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence

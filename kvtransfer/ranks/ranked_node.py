@@ -1,4 +1,4 @@
-"""The transfers of an instance with several ranks: by each rank itself if both ends can, otherwise as whole blocks.
+"""Decides whether an instance with several ranks sends blocks rank by rank (equal division at both ends) or whole.
 
 Each rank has a node for its part of the blocks in its own memory. One more node, that of rank 0, serves and fetches
 whole blocks in memory that the ranks share: the mirror.

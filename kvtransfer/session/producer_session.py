@@ -1,4 +1,5 @@
-"""The producer's end of a transfer: serve published blocks, and decide when they may be freed. This module is pure.
+"""Decides the course of a served ticket: when blocks are sent, expire (lease, deadline) and may be freed. This module
+is pure.
 
 The rules: The blocks stay until the consumer has released them, is known to be dead, or its lease has run out; and
 until no transport reads them. The consumer checks its lease itself after each copy. If this process was suspended or

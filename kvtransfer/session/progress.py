@@ -1,4 +1,4 @@
-"""Track the blocks, and the parts of blocks, that a fetch still needs. This module is pure.
+"""Tracks which blocks, and parts of blocks, a fetch still needs. This module is pure.
 
 Part `p` of block `n` has the number `n * parts + p`. The connection determines how many parts a block has.
 """

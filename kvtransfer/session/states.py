@@ -1,5 +1,4 @@
-"""States and transitions of both ends of a transfer. docs/reference/protocol.md has a drawing, generated from this
-module.
+"""Defines states and transitions of both ends of a transfer.
 
 A trigger that a state does not list comes late or twice, and changes nothing.
 """

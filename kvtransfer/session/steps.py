@@ -1,4 +1,4 @@
-"""The steps that a session asks its driver to do, and the limits of a session. Values only."""
+"""Defines the steps that a session asks its driver to do, and the limits of a session. Values only."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Checksums of blocks in host memory, computed once for as long as a place holds the same bytes.
+"""Keeps the checksums of blocks in host memory, so that each is computed once.
 
 If many instances fetch the same prefix, the producer hashes it once. Each consumer hashes it while it copies.
 """

@@ -1,4 +1,4 @@
-"""Checksums of blocks in memory of a device: sums of words times odd weights, computed on the device.
+"""Computes the checksums of blocks in a device's memory on the device.
 
 The sums travel behind the blocks, so that no host waits for them. The sender adds a `salt`, which only the announcement
 contains, and the receiver subtracts its own sums of the bytes that arrived. If anything is stale, torn or zero, the

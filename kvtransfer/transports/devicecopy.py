@@ -1,4 +1,4 @@
-"""Copy blocks between a device and host memory, on streams of their own, so that both directions overlap.
+"""Copies blocks between a device and host memory, on streams of their own.
 
 A stream belongs to a thread, and every method waits for its own work only. Host memory that both processes map is
 pinned if the device's runtime can pin existing memory (CUDA). Otherwise copies go through pinned memory of torch.

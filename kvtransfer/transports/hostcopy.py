@@ -1,4 +1,4 @@
-"""Copy blocks between host addresses, and verify their checksums while the bytes are still in the CPU cache."""
+"""Copies blocks between host addresses, and verifies their checksums at the same time."""
 
 from collections.abc import Sequence
 

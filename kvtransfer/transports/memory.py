@@ -1,5 +1,5 @@
-"""The transport `memory`: both nodes are in one process and share an `InProcess`. It is the reference for other
-transports, and the test double.
+"""The transport `memory`, for tests: both nodes are in one process and share an `InProcess`. It is the reference for
+other transports, and the test double.
 """
 
 import importlib

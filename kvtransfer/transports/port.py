@@ -1,5 +1,5 @@
-"""The interface of a transport: what it must provide. Sessions, credits, the bookkeeping of checksums, and liveness are
-done by its callers.
+"""Defines the interface of a transport. Sessions, credits, the bookkeeping of checksums, and liveness are done by its
+callers.
 
 A consumer attaches to a transport: the producer creates a `Sender` for it, which announces blocks once their bytes are
 available, and the consumer creates a `Receiver`, which places them. If a transport `pulls`, the consumer's copies read

@@ -1,5 +1,4 @@
-"""Blocks of a device over shared memory: device to pinned host memory to device, one parcel after the other, with both
-copies running at the same time.
+"""Moves blocks of devices over shared memory: device to pinned host memory to device, both copies at the same time.
 
 The producer copies blocks into slots of a ring that both processes map. The consumer copies them out and reports it,
 and the slots are free again. A ring belongs to one connection and ends with it. Its memfd has no name.

@@ -1,5 +1,4 @@
-"""The transport `usm`: the consumer maps the producer's KV memory and copies blocks directly out of it, one copy for
-each block.
+"""The transport `usm`, on one host: the consumer maps the producer's KV memory and copies blocks out of it.
 
 Blocks of a device pass through a ring in shared memory instead (`ring`), which both ends pin. The producer hands a
 memfd (read-only for its KV cache) over a unix socket (SCM_RIGHTS) to each process that presents the secret of its

@@ -1,5 +1,4 @@
-"""The transport `zeromq`: the bytes of blocks follow their announcement as ZeroMQ frames, read directly from the cache
-of the producer and placed directly in that of the consumer.
+"""The transport `zeromq`, between hosts: the bytes of blocks are ZeroMQ frames, without further copies.
 
 Each frame costs some 0.3 ms of Python at both ends, so long prompts travel in frames of 8 MiB. Frames are never joined.
 """

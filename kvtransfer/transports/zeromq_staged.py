@@ -1,6 +1,4 @@
-"""The transport `zeromq` for blocks of a device: they are staged in pinned host memory at both ends, and travel as
-frames.
-"""
+"""The transport `zeromq` for blocks of a device, staged in pinned host memory at both ends."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The secret of one cluster: it encrypts messages and blocks between processes, and it authorizes operators.
+"""Derives from the cluster's secret (`--cluster-key-file`) the keys of connections, and decides who is an operator.
 
 It is any text of at least 32 characters in a file. All processes of the cluster derive the same keys from it: one for
 TLS (`services.common.rpc`), and a CURVE key pair for ZeroMQ. A process without the file cannot connect by either: TLS

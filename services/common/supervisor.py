@@ -1,4 +1,5 @@
-"""Keeps the processes of one service running: starts them, restarts each that dies, and stops them in order.
+"""Starts the processes of one service, restarts each that dies, and stops them in order; delays:
+`restart_policy.py`.
 
 `baton serve` supervises a router and its instances, and `baton router --workers` supervises several routers. Each of
 the two decides how a process is started, when it counts as ready, and what users see of it.

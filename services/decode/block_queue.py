@@ -1,4 +1,4 @@
-"""A queue of handoffs that wait for free KV blocks on a decode instance.
+"""Decides which handoff gets free KV blocks next on a decode worker; the others wait here, by priority and arrival.
 
 Blocks are granted strictly by priority, then by arrival, so that a large prompt is never starved by small ones. All
 waiting handoffs query the engine in one command, and again whenever more blocks are free than at the last refusal.

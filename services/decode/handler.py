@@ -1,4 +1,5 @@
-"""Serves a request on a decode instance: reserves blocks, fetches the missing ones, generates the answer.
+"""Serves a handoff on a decode worker: reserves blocks, fetches missing ones; decides what a failed fetch means
+(`--handoff-fallback`).
 
 Blocks are freed only when the fetch is over: until then a copy may write to them.
 """

@@ -1,4 +1,6 @@
-"""Reports the blocks that a fetch has received to the engine, and starts decoding when all have arrived."""
+"""Reports received KV blocks to the engine, and starts decoding when all have arrived; failures are decided in
+`handler.py`.
+"""
 
 import asyncio
 import time

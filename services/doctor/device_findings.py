@@ -1,4 +1,4 @@
-"""Checks torch, the accelerators and the transports, and turns the results into findings.
+"""Checks torch, the accelerators and the transports in a child process, and turns the results into findings.
 
 `device_probe` and the transports' probes run in child processes with a deadline, because a broken driver may hang.
 """

@@ -1,4 +1,4 @@
-"""Loads torch, tries the accelerators and prints the result as one JSON object.
+"""Loads torch and tries the accelerators, in the child process of `device_findings.py`.
 
 `devices` runs this module in a child process with a deadline, because a broken driver may hang or crash it. A copy
 between devices counts only if exactly the bytes that were sent have arrived: some platforms corrupt them silently.

@@ -1,4 +1,4 @@
-"""The results of the checks of `baton doctor`, as printed with `--json`."""
+"""Defines the results of the checks of `baton doctor`, as printed with `--json`."""
 
 from typing import Literal
 

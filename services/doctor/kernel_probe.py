@@ -1,4 +1,4 @@
-"""Runs the kernels that an engine would use on this machine, and compares each with its plain-torch twin on the CPU.
+"""Runs kernels and compares each with its plain-torch twin, in the child process of `kernel_findings.py`.
 
 `kernels` runs this module in a child process with a deadline, because a broken driver may hang or crash it. Each result
 is printed as soon as it is known, so that the parent knows which kernel was running when the process ended.

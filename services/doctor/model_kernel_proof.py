@@ -1,4 +1,4 @@
-"""Proves the kernels that an engine would use on this machine, and prints the verdicts as one line of JSON.
+"""Proves the kernels for a model's shapes, in the child process of `model_kernel_table.py`.
 
 `model_kernel_table` runs this module in a child process with a deadline, because a broken driver may hang or crash it.
 The argument is the folder of a model, whose config states the shapes; without one they are those of an 8B model.

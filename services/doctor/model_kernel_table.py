@@ -1,4 +1,4 @@
-"""Proves the kernels of the engine in a child process for the shapes of a model, and shows the verdicts as a table."""
+"""Shows for a model which kernels are right on this machine, as a table."""
 
 import subprocess
 from collections.abc import Iterator, Sequence

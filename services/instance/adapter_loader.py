@@ -1,4 +1,5 @@
-"""Loads and unloads LoRA adapters while an instance serves.
+"""Loads and unloads LoRA adapters while an instance serves; whether one is accepted, is decided in
+`engine/model/lora/store.py`.
 
 Files are read beside the engine and the weights are added between two steps. Changes run one at a time in the order of
 the requests. Every router receives a load report with the change before the router that requested it gets its answer.

@@ -1,4 +1,4 @@
-"""Which addresses an instance binds, and under which addresses others reach it."""
+"""Decides which addresses an instance binds, and which it advertises to routers and peers."""
 
 import socket
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The attempts that run on this instance, their routers, and what the results of a step mean for them.
+"""Keeps the attempts that run on this instance, and decides what a step's results mean for each and its router.
 
 Pure bookkeeping: no socket, clock or task. Request ids are chosen by routers: two routers may use the same id, and a
 router may repeat an id while its previous attempt still ends. So each attempt gets an id of its own inside the process.

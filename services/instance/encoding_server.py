@@ -1,4 +1,5 @@
-"""Serves an encode instance: encodes images, videos and audio for instances that compute prompts, which fetch blocks.
+"""Serves an encode instance: encodes images, videos and audio for instances that compute prompts, and which fetch the
+embeddings.
 
 A router sends `Encode` to this instance and the prompt to another one at the same time, with the same ticket. That
 instance fetches the blocks; if they do not come, it encodes the files itself. So nothing is answered to the router.

@@ -1,4 +1,6 @@
-"""Builds the engine from the settings, with a progress bar if the process runs in a terminal."""
+"""Builds the engine from an instance's settings, decides the default `max_num_seqs`, and shows the progress of
+loading.
+"""
 
 import logging
 import sys

@@ -1,4 +1,6 @@
-"""Executes commands of operators that routers pass on: forget the prefix cache, profile, sleep, load new weights."""
+"""Executes operators' commands that routers pass on: reset the prefix cache, profile; sleep and new weights by
+`sleep_and_reload.py`.
+"""
 
 import asyncio
 import logging

@@ -1,4 +1,5 @@
-"""Runs the engine: builds it and calls it, always in the same thread. It knows no requests, routers or transfers.
+"""Runs the engine in one thread: commands come through a queue, results leave as callbacks; decides when it sleeps and
+reports load. It knows no requests, routers or transfers.
 
 Commands enter through a queue and results leave through callbacks on the event loop. Without work the thread blocks on
 its queue. A command waits at most for the step that is running.

@@ -1,4 +1,4 @@
-"""The first token of each sequence, sent from prefill to decode instance with the last block of a handoff.
+"""Encodes the first token of each sequence, which a prefill worker sends with the last block of a handoff.
 
 It travels as the opaque payload of the transfer, so that decoding starts without another message.
 """

@@ -1,4 +1,4 @@
-"""The HTTP endpoints of an instance: /health and /ping for probes, /metrics for Prometheus, /admin/drain for operators.
+"""Serves an instance's /health, /ping, /metrics and /admin/drain, and decides who may drain it.
 
 They know no requests. A client on this machine with this process's user or root needs no key, because it could end the
 process anyway; all other clients of /admin/drain need the cluster key.

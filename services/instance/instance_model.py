@@ -1,4 +1,4 @@
-"""The model of an instance process and its server, which may be freed and replaced while the process runs.
+"""Replaces the model of a running instance, or none while it sleeps, and gives each a new generation.
 
 Each change ends with a new generation: routers and peers then drop what they know of the old model, such as the blocks
 that it has cached and the connections for KV transfer, as after a restart of the process.

@@ -1,4 +1,5 @@
-"""Serves a `Generate` message: the engine of this instance computes the prompt and generates the answer.
+"""Serves a `Generate` message: the engine of this instance computes the prompt and generates the answer, without a
+handoff.
 
 Used by all three roles; by prefill instances only while no decode or unified instance is ready.
 """

@@ -1,4 +1,4 @@
-"""Prometheus metrics of an instance: the state of its engine and KV cache, and the bytes that transfers have moved.
+"""Computes an instance's Prometheus metrics, such as the fraction of KV blocks in use and transferred bytes.
 
 Request histograms and token counters belong to the router. Gauges are read when Prometheus scrapes.
 """

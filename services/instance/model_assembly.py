@@ -1,4 +1,4 @@
-"""The parts of an instance process that exist while its model is loaded: engine, KV transfer and request server.
+"""Assembles what an instance has only while a model is loaded: engine, KV transfer and request server.
 
 A process that sleeps has none of them. A process whose weights are replaced closes them and starts new ones, under a
 new generation: for its routers and peers it looks like a process that has restarted, so that nothing of the old KV

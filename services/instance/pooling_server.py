@@ -1,4 +1,5 @@
-"""Serves requests for vectors (embeddings, scores): receives `Pool` messages of routers and sends back the results.
+"""Serves `Pool` messages (embeddings, scores) on an instance: queues inputs in the engine and sends back the
+vectors.
 
 A request consists of one or more inputs; each result is sent after the engine step that computed it. No state is kept
 between inputs, so a request needs no task, except to decode its images: it ends with its last result, its deadline, a

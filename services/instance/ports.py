@@ -1,4 +1,5 @@
-"""Protocols of everything that request handling needs: engine, KV transfer, router connections and events.
+"""Defines the interfaces (protocols) of engine, KV transfer and routers that request handling needs, so that tests can
+use fakes.
 
 The real classes match them structurally and do not import this module; tests use fakes. Value types are imported from
 the modules that define them.

@@ -1,4 +1,5 @@
-"""The life of an instance process: bind, load, serve, register; at the end refuse, drain, leave the registry and close.
+"""Runs an instance process from start to end: bind, load the model, serve, register; then drain, leave the registry,
+close.
 
 The handler that it is given decides the role: prefill, decode or unified; an encode instance has no handler.
 """

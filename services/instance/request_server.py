@@ -1,4 +1,5 @@
-"""Receives the messages of routers, runs one task per request, and sends the results of engine steps back.
+"""Runs one task per request of a router, with deadline and abort, and reports load, failures and results of steps to
+routers.
 
 The role decides how a request is served. This module guarantees that each request ends exactly once, that its resources
 are free before its router receives a failure, and that it ends with its router's connection or at its deadline.

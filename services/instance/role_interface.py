@@ -1,4 +1,4 @@
-"""The parts that an instance process is assembled from, as seen by its role and its engine."""
+"""Defines what a role's request handler gets, and the interface of an instance's server."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

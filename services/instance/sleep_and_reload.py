@@ -1,4 +1,4 @@
-"""Frees and replaces the model of a running instance: which command is allowed when, and what a failure leaves behind.
+"""Decides when an instance may pause, sleep, wake up or load new weights, and what a failure leaves behind.
 
     serving  ──pause──►  paused  ──sleep──►  sleeping ──wake_up──►  serving
                            ├ update_weights, restore_weights ──────►  paused

@@ -1,4 +1,4 @@
-"""Answers the routers of an instance that has no model now: it sleeps, or it loads new weights."""
+"""Refuses requests of routers while an instance sleeps or loads new weights."""
 
 from dataclasses import replace
 

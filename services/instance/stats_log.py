@@ -1,4 +1,6 @@
-"""Logs the load of an instance every few seconds while it works, in vLLM's words, and warns of preemptions."""
+"""Decides how often an instance logs throughput, running requests and KV cache usage, and when it warns of
+preemptions.
+"""
 
 import asyncio
 import logging

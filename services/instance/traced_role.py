@@ -1,4 +1,4 @@
-"""Adds tracing and logging to a role: each request gets a span, its id in every log line, and a line at its end."""
+"""Gives each request of an instance a trace span, its id in every log line, and a line at its end."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Decides which processes a local cluster consists of, with their flags and their parts of the machine.
+"""Decides which processes a local cluster has, with their flags, devices, CPU cores and ports.
 
 It is pure: it reads neither files nor the environment.
 """

@@ -1,4 +1,5 @@
-"""`baton run-batch`: send the requests of a file to a server, and write the answers to another file.
+"""`baton run-batch`: sends the requests of a file to a server, decides which are tried again, and writes the
+answers.
 
 The formats are those of OpenAI's batch API and the options those of `vllm run-batch`. With a MODEL a cluster is started
 for it and stopped at the end.

@@ -1,5 +1,4 @@
-"""Serves a request on a prefill instance: computes the prompt, hands its blocks off, and keeps them until they are
-fetched.
+"""Serves a request on a prefill worker: computes the prompt, opens the handoff, keeps blocks until fetched.
 
 While no decode or unified instance is ready, routers send `Generate`, and the instance generates the whole answer. Such
 sequences share `--max-num-seqs` and the KV cache with the prompts, as on a unified instance.

@@ -1,4 +1,4 @@
-"""Converts what the engine reports about a prompt into calls of its handoff; nothing here waits.
+"""Publishes a prompt's KV blocks and first tokens to its handoff as steps complete them.
 
 Blocks are published as the steps complete them, and the first tokens are sent with the last block.
 """

@@ -1,4 +1,4 @@
-"""Restarts the instances of pools one after the other; each one only after the previous one's successor is ready.
+"""Restarts the instances of pools one after the other, each only after the previous one's successor is ready.
 
 It does not depend on what restarts the processes (`baton serve`, Kubernetes, systemd), nor on the successor's name. An
 instance counts as replaced when its generation has disappeared and the pool has as many active instances as before.

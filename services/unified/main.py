@@ -1,4 +1,4 @@
-"""Entry point of `baton unified`: reads the settings and runs an instance that computes prompts and generates answers.
+"""Entry point of `baton unified`: runs an instance that computes prompts and generates answers (no disaggregation).
 
 It is the role for deployments without disaggregation.
 """

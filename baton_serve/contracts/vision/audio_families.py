@@ -1,4 +1,4 @@
-"""How models read audio in chats: what an audio of some number of samples becomes in a prompt.
+"""Decides how many tokens an audio in a chat becomes: Qwen2-Audio, Qwen-Omni, Voxtral.
 
 An encoder reads spectra of the samples, one for each `hop` samples, and makes one embedding for several of them. The
 rules and their roundings are those of transformers' processors.

@@ -1,4 +1,4 @@
-"""The port of models that read audio in chats: what an audio becomes in a prompt, and how its spectra are computed."""
+"""Defines the interface of models that read audio in chats."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,6 @@
-"""Aya Vision. Tiles as InternVL's, each behind a label that is text."""
+"""Decides the image tokens of Aya Vision: tiles as InternVL's, each behind a label that is text. Tiles as InternVL's,
+each behind a label that is text.
+"""
 
 from typing import ClassVar
 

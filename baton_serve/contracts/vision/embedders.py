@@ -1,4 +1,4 @@
-"""Models that compute vectors of images: which of them read images, and how an image or a text becomes an input.
+"""Decides which models compute vectors of images, and how an image or a text becomes an input.
 
 Decoders such as Qwen3-VL-Embedding read images within a text. Models with two towers (CLIP, SigLIP) and those with many
 vectors for a page (ColPali, ColQwen2) compute an image by itself, and a text by itself.

@@ -1,4 +1,4 @@
-"""The port of a family of models that read images: what an image of some size becomes in a prompt."""
+"""Defines the interface of a family of models that read images: what an image of some size becomes in a prompt."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar

@@ -1,4 +1,4 @@
-"""Models that resize every image to one size, without marks around its tokens: ViP-LLaVA and DeepSeek-VL."""
+"""Decides the image tokens of models that resize every image to one size, without marks: ViP-LLaVA and DeepSeek-VL."""
 
 import msgspec
 

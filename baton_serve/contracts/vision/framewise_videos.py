@@ -1,4 +1,4 @@
-"""How models read videos that see each frame as a picture of one size: InternVL and LLaVA-OneVision."""
+"""Decides the frames and tokens of videos in which each frame is a picture: InternVL and LLaVA-OneVision."""
 
 from collections.abc import Mapping, Sequence
 from math import ceil

@@ -1,4 +1,5 @@
-"""Gemma 3. All images have one size; their tokens attend to each other in both directions.
+"""Decides the image tokens of Gemma 3, also of the crops of pan and scan. All images have one size; their tokens attend
+to each other in both directions.
 
 With pan and scan, which requests ask for, crops of a wide or tall image follow it, each with tokens of its own.
 """

@@ -1,4 +1,6 @@
-"""Gemma 4. An image keeps its shape and becomes as many tokens as fit into a budget, between two marks."""
+"""Decides the image tokens of Gemma 4: as many as fit into a budget in the image's own shape, between two marks. An
+image keeps its shape and becomes as many tokens as fit into a budget, between two marks.
+"""
 
 from math import floor, sqrt
 from typing import ClassVar, Literal

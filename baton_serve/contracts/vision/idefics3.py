@@ -1,4 +1,6 @@
-"""Idefics3 and SmolVLM. Large images become labelled tiles in rows, and an overview."""
+"""Decides the image tokens of Idefics3 and SmolVLM: labelled tiles in rows, and an overview. Large images become
+labelled tiles in rows, and an overview.
+"""
 
 from math import ceil
 from typing import ClassVar

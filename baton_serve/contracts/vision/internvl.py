@@ -1,4 +1,4 @@
-"""InternVL 2.5 to 3.5 in transformers' form. A tile is a fixed number of tokens."""
+"""Decides the image tokens of InternVL 2.5 to 3.5 in transformers' form. A tile is a fixed number of tokens."""
 
 from typing import ClassVar
 

@@ -1,5 +1,6 @@
-"""LLaVA and LLaVA-NeXT. LLaVA resizes all images to one size, so that each has the same number of tokens. LLaVA-NeXT
-adds tiles in the arrangement that fits the shape of the image best, and one token at the end of each row.
+"""Decides the image tokens of LLaVA and LLaVA-NeXT. LLaVA resizes all images to one size, so that each has the same
+number of tokens. LLaVA-NeXT adds tiles in the arrangement that fits the shape of the image best, and one token at the
+end of each row.
 """
 
 from collections.abc import Sequence

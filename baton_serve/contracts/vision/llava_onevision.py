@@ -1,4 +1,6 @@
-"""LLaVA-OneVision. As LLaVA-NeXT, but the tokens of many tiles are reduced to a bounded number."""
+"""Decides the image tokens of LLaVA-OneVision. As LLaVA-NeXT, but the tokens of many tiles are reduced to a bounded
+number.
+"""
 
 from math import sqrt
 

@@ -1,4 +1,4 @@
-"""The texts and tokens that stand for one image or video in a prompt."""
+"""Holds the texts and tokens that stand for one image or video in a prompt."""
 
 from collections.abc import Sequence
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder from which its family is made."""
+"""Reads the JSON files of a model's folder from which its image family is made."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""PaliGemma 1 and 2. All images have one size, and all tokens of a prompt attend to each other in both directions.
+"""Decides the image tokens of PaliGemma 1 and 2, whose prompt tokens all attend to each other. All images have one
+size, and all tokens of a prompt attend to each other in both directions.
 
 transformers counts the positions of these models from 1. Rotary embeddings see differences of positions only, so that
 Baton counts from 0 as everywhere.

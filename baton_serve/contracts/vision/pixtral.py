@@ -1,4 +1,6 @@
-"""Pixtral's tower: Pixtral, Mistral Small 3, LightOnOCR. An image keeps its shape and becomes rows of tokens."""
+"""Decides the image tokens of Pixtral, Mistral Small 3 and LightOnOCR: rows of tokens in the image's own shape. An
+image keeps its shape and becomes rows of tokens.
+"""
 
 from math import floor
 from typing import ClassVar

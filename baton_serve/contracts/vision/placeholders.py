@@ -1,6 +1,4 @@
-"""Puts the parts of images and videos into prompts: first as text, in which a run of image tokens is one, then as
-tokens.
-"""
+"""Puts the tokens of images and videos in the place of a prompt's placeholders; how many, its family decides."""
 
 import re
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
-"""Qwen2-VL to Qwen3.5, and GLM-4.1V to GLM-4.6V. An image becomes a grid of tokens in its own shape, whose positions
-have three parts.
+"""Decides the image tokens of Qwen2-VL to Qwen3.5 and GLM-4.1V to GLM-4.6V: a grid in the image's own shape, with
+M-RoPE. An image becomes a grid of tokens in its own shape, whose positions have three parts.
 
 An image is scaled to sides that are multiples of a token's side, and to a number of pixels between two limits.
 """

@@ -1,4 +1,6 @@
-"""The families of models that read images. A new family is a file beside this one and a line here."""
+"""Decides which models read images, and which family's rules apply to each. A new family is a file beside this one and
+a line here.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any

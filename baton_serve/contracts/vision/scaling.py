@@ -1,4 +1,4 @@
-"""The size to which images and frames are scaled, for models that give each its own grid of tokens."""
+"""Computes the size to which images and frames are scaled, for models that give each its own grid of tokens."""
 
 from math import ceil, floor, sqrt
 

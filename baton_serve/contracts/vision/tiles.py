@@ -1,4 +1,4 @@
-"""Tiles as InternVL cuts them: the arrangement whose shape is closest to that of the image, and an overview."""
+"""Decides into which tiles InternVL and similar models cut an image."""
 
 from functools import lru_cache
 

@@ -1,4 +1,5 @@
-"""The frames of a video that a model sees. The rules and their roundings are those of transformers' video processors.
+"""Decides which frames of a video a model sees. The rules and their roundings are those of transformers' video
+processors.
 
 Each rule gets the number of frames of the whole video and its frames per second, and returns numbers of frames in
 ascending order.

@@ -1,4 +1,4 @@
-"""How models read videos: which frames they see, and what these become in a prompt.
+"""Decides how Qwen-VL and GLM-V read videos: size and groups of frames, and their tokens in a prompt.
 
 Frames are scaled to one size and read by the tower in groups. Qwen2-VL and Qwen2.5-VL write all of a video as one grid.
 Later models write the time of each group beside it.

@@ -1,4 +1,4 @@
-"""Attention in layers with a sliding window for prompts whose tokens all see each other (PaliGemma 2).
+"""Computes attention in sliding-window layers for prompts whose tokens all see each other (PaliGemma 2).
 
 transformers lets the tokens of such a prompt see each other beyond the window, and those of the answer do not.
 """

@@ -1,4 +1,4 @@
-"""Puts kernels together, operation by operation, from implementations that were proved right on this device.
+"""Joins kernels of several implementations, operation by operation, after they were proved right.
 
 If one implementation is right in everything, it is used itself, and nothing here runs.
 """

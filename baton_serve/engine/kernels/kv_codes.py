@@ -1,5 +1,5 @@
-"""K and V in one byte for each element: a float8 or int8 code, multiplied by a scale of its token and head. This is the
-twin of all kernels that read or write such caches.
+"""Quantizes K and V to one byte (fp8, int8 KV cache), with a scale of each token and head. This is the twin of all
+kernels that read or write such caches.
 
 The scale belongs to a token and head, not to a block, so that the bytes of a block depend on its tokens only. A block
 grows token by token; with a scale of its own it would be rounded again whenever a larger value comes, and its content

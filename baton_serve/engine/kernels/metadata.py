@@ -1,5 +1,4 @@
-"""The inputs and the interfaces of all kernels: the shape of a batch, the rules of a layer, and the protocols that each
-backend implements.
+"""Defines the inputs and interfaces of all kernels: attention metadata, rules of a layer, weights, backends.
 
 Nothing here knows of requests, schedulers or models. The engine builds one `AttentionMetadata` for each step, for all
 layers.

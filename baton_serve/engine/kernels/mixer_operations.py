@@ -1,4 +1,4 @@
-"""The operations of token mixers that are proved before use, and the composition of the right ones."""
+"""Compares kernels of token mixers (linear attention, state spaces) with their twins, and joins the right ones."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

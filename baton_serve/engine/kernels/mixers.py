@@ -1,5 +1,5 @@
-"""The interface of the kernels of token mixers: layers of linear attention and of state spaces, and the projections of
-latent attention.
+"""Defines the interface of the kernels of token mixers: linear attention, state spaces, and projections of latent
+attention (MLA).
 
 The tokens of a step's sequences lie one after another. Each sequence has a row in the memory of states, its slot, in
 which kernels change its states. Kernels read slots and lengths from the device, so that captured graphs serve any.

@@ -1,4 +1,5 @@
-"""The operations that are proved before use, with random inputs of a model's shapes.
+"""Defines the operations by which kernels are compared with their twins: random inputs of a model's shapes, and
+tolerances.
 
 The sizes that kernels specialize on (heads, head size, block size, hidden size, formats of weights) are those of the
 model; the numbers of tokens and of outputs are small, so that a proof on a CPU takes milliseconds.

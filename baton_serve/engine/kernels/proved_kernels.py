@@ -1,5 +1,4 @@
-"""Chooses the kernels of an engine by proof: every operation of every candidate is compared with its twin, once for a
-machine and a model's shapes.
+"""Decides which kernels an engine uses: the fastest candidate of each operation that equals its plain-torch twin.
 
 The verdicts are kept in `proofs` in the folder of caches, under a name that follows from everything that may change
 them: device, driver, versions of torch and Triton, the source of the kernels, and the shapes.

@@ -1,4 +1,4 @@
-"""Proof before use: compares implementations of an operation with its plain-torch twin on this device.
+"""Compares and times implementations of one operation with its plain-torch twin on this device.
 
 It is for kernels what the ladder is for transports: an implementation is used only after it has computed the right
 numbers here, and the twin serves instead of one that is wrong. Each one runs twice, because a race or memory that was

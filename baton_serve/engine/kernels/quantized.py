@@ -1,4 +1,4 @@
-"""Quantized weights of matrix products: how their codes lie in memory, and the number that each code represents.
+"""Defines how quantized weights lie in memory, what their codes mean, and the plain-torch product with them.
 
 A weight is `(value(code) - zero) * scale`, with one scale (and zero) for each output row and each group of `group`
 inputs. Codes of eight bits are bytes in order. Codes of four bits lie in int32 words: a stretch of 128 inputs has 16

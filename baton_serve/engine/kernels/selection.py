@@ -1,4 +1,6 @@
-"""Choose the kernels for a device and dtype; use the plain-torch twin if nothing faster works."""
+"""Lists the candidate kernels of a device and dtype, the preferred first; `proved_kernels.py` makes the final
+choice.
+"""
 
 import ctypes
 import importlib

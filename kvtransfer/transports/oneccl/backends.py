@@ -1,5 +1,5 @@
-"""Find the backends that can be used here, by the installed libraries, best first. Libraries are not loaded unless
-needed.
+"""Decides which collective libraries (oneCCL, NCCL, xccl, gloo) the transport `oneccl` can use here, the best first.
+Libraries are not loaded unless needed.
 """
 
 import importlib

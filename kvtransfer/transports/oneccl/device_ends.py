@@ -1,4 +1,4 @@
-"""The two ends of a pair whose blocks lie in memory of a device. No byte passes through the host.
+"""Sends and receives blocks of a device's memory through a collective library. No byte passes through the host.
 
 A parcel is one message. Each end sends or receives it where its blocks lie if they are neighbours, otherwise through
 memory of the pair. Several messages are in flight together, each on a lane: a stream, with memory if needed. A message

@@ -1,4 +1,4 @@
-"""Pairs for memory of a device: tensors are sent and received where they lie.
+"""Connects two processes for tensors of a device, by torch.distributed or NCCL's own API.
 
 The channel of a pair is a group of torch.distributed, or a communicator of NCCL's own API.
 """

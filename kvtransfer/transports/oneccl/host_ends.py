@@ -1,4 +1,4 @@
-"""The two ends of a pair whose blocks lie in host memory.
+"""Sends and receives blocks of host memory through a collective library.
 
 Bytes are received into a buffer of the pair, and copied to the blocks from there while they are verified. A library
 that cannot be interrupted may write to that buffer at any later time, but never to blocks that may have another content

@@ -1,4 +1,4 @@
-"""oneCCL through its C API (libccl.so.2, from 2021.17 on), which torch's xccl calls underneath.
+"""Calls oneCCL through its C API (libccl.so.2, from 2021.17 on), which torch's xccl calls underneath.
 
 It also runs on CPUs, on host memory and on SYCL USM. Its calls block; they have no deadline and cannot be aborted.
 """

@@ -1,4 +1,5 @@
-"""NCCL through its own C API, as `library` does with oneCCL. It uses the library that torch has loaded, without torch.
+"""Calls NCCL through its own C API, as `library.py` does with oneCCL. It uses the library that torch has loaded,
+without torch.
 
 A message costs the host 13 µs instead of 60 (docs/log/block-transfer.md), and no watchdog of torch can end the process
 when the peer is gone.

@@ -1,4 +1,4 @@
-"""The interface of a backend: make a channel between two processes at run time, without a world of other ranks.
+"""Defines the interface of a backend: a channel between two processes, made at run time.
 
 A channel has one direction: rank 0, the producer, sends; rank 1 receives. Collective libraries do not notice a dead
 peer, and some calls have no deadline and cannot be interrupted. Therefore every call runs in a thread that can be given

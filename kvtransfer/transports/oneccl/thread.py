@@ -1,5 +1,5 @@
-"""Two threads for one pair: one starts messages, the other waits for their end. Both can be given up if a call of the
-library never returns.
+"""Runs a pair's calls of a collective library in two threads, which can be given up if a call never returns. Both can
+be given up if a call of the library never returns.
 
 Neither thread polls. Both block in calls that release the GIL (docs/log/block-transfer.md).
 """

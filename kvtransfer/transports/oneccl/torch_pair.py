@@ -1,4 +1,4 @@
-"""Pairs of torch.distributed: a group of two ranks with a store of its own, outside of any world.
+"""Connects two processes by torch.distributed for host memory: a group of two ranks with a store of its own.
 
 `xccl`, `nccl` and `gloo` belong to torch; oneccl_bindings_for_pytorch registers `ccl`. Each pair has its own TCPStore,
 on a port that the producer's machine chooses.

@@ -1,5 +1,4 @@
-"""The transport `oneccl`: a group of two ranks for each connection, made at run time with any collective library that
-is installed.
+"""The transport `oneccl`: moves blocks from device to device by a collective library, in groups of two processes.
 
 Blocks of devices travel from device to device: with `xccl` on Arc, `nccl` on CUDA, and `ccl` if only Intel's older
 bindings are installed. For host memory, oneCCL's own library or `gloo` does the same.

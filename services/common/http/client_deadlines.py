@@ -1,4 +1,4 @@
-"""The deadlines of one connection: how long its client may take for its next action."""
+"""Decides how long a client may take for its next action on a connection: keep-alive, headers, body, reading."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The limits of an HTTP server for its clients, and the choice of a connection to close in favour of a new one.
+"""Decides how many connections a server and one client may have, and which is closed in favour of a new one.
 
 It is pure: it does no I/O and reads no clock.
 """

@@ -1,4 +1,4 @@
-"""One HTTP request and its response: ASGI's `receive` and `send`, and functions that ASGI lacks.
+"""Implements ASGI's `receive` and `send` for one HTTP request, and functions that ASGI lacks.
 
 The application finds the exchange in `scope["extensions"][EXTENSION]`. The head of a response is written together with
 the first piece of its body, so a response with one piece takes one write.

@@ -1,4 +1,4 @@
-"""Accepts connections for an HTTP server, as long as there are slots and file descriptors, and refuses others.
+"""Accepts connections while slots and file descriptors are free; which, is decided in `connection_slots.py`.
 
 `bind_tcp` creates the TCP sockets on which processes listen.
 """

@@ -1,4 +1,4 @@
-"""Serves an ASGI application over HTTP/1.1, with the limits that a server on an open network needs.
+"""Serves an ASGI application over HTTP/1.1 on one connection: pipelining, keep-alive, limits.
 
 The size of a request's head is limited, and the time for its head, its body, idle connections and data after a
 response. Everything that one iteration of the event loop writes is sent together at its end. `httptools` parses

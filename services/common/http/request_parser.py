@@ -1,4 +1,4 @@
-"""Parses the requests of one connection with `httptools`, limits their heads, and builds their ASGI scopes."""
+"""Parses requests with `httptools`, and decides how large their heads may be."""
 
 import asyncio
 from collections.abc import Callable

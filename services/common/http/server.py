@@ -1,4 +1,6 @@
-"""Runs an ASGI application on the event loop of a process. Signals are left to `lifecycle`."""
+"""Runs an ASGI application on the event loop of a process, with TLS certificates and sockets. Signals are left to
+`lifecycle`.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""The registry inside a router, for clusters with one router: a ZeroMQ ROUTER that receives `Register` and `Leave`.
+"""The registry inside a router (`memory://`): a ZeroMQ socket that receives `Register` and `Leave`.
 
 Its records are lost when the router ends. Instances fill the registry of the next router with their renewals.
 """

@@ -1,4 +1,5 @@
-"""The interface of the registry. An instance registers a record, renews it before its TTL ends, and removes it at exit.
+"""Defines the interface of the registry, in which instances register and renew a record. An instance registers a
+record, renews it before its TTL ends, and removes it at exit.
 
 Every implementation follows these rules (tests/contract/test_registries.py). A newer generation of an instance replaces
 the older one immediately, and the older one can never overwrite or remove it again. Generations are ordered by their

@@ -1,4 +1,6 @@
-"""Applies the rules of a registry to a table in memory. It is pure: no I/O and no clock (`now` is passed in)."""
+"""Decides which records of a registry are valid: TTL, generation, renewal. It is pure: no I/O and no clock (`now` is
+passed in).
+"""
 
 from dataclasses import dataclass, field
 

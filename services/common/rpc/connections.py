@@ -1,4 +1,4 @@
-"""Connections that carry messages between a router and an instance: TCP, with or without encryption, and Unix sockets.
+"""Opens connections between router and instance (TCP or Unix sockets), and decides which are encrypted or refused.
 
 The event loop itself reads and writes, so that a message wakes up no further thread.
 """

@@ -1,4 +1,4 @@
-"""Encryption of a connection between two processes that share the cluster's key: TLS 1.3, without I/O.
+"""Encrypts a connection between two processes that share the cluster's key: TLS 1.3, without I/O.
 
 Both ends prove that they have the key. The same certificate is derived from the key in every process; each end presents
 it, and accepts no other one. TLS with a pre-shared key would need no certificate, but `ssl` has it from Python 3.13 on.

@@ -1,4 +1,4 @@
-"""The bytes of one connection without I/O: a preamble, then messages, each behind its length in 4 bytes."""
+"""Frames the messages of a connection: a preamble, then each message behind its length."""
 
 from collections.abc import Iterator
 from struct import Struct

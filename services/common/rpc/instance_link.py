@@ -1,4 +1,4 @@
-"""The two ends of the RPC: an `InstanceServer` per instance, and an `InstanceLink` per pair of router and instance.
+"""Connects routers and instances, sends heartbeats, and decides when a silent instance or router is lost.
 
 They carry `contracts.messages`, and call each side back once when it has lost the other. The caller decides what to do
 with requests then.

@@ -1,4 +1,4 @@
-"""Turns options into flags with argparse: errors of one line, underscores accepted as dashes, and a readable --help."""
+"""Parses flags with argparse: abbreviations, underscores, and the suggestion after a mistyped flag."""
 
 import argparse
 import difflib

@@ -1,4 +1,4 @@
-"""Fills the settings of a process, a frozen Struct, from flags, environment variables, a file and defaults.
+"""Decides which value of a setting wins: flag, environment variable, `--config` file, vLLM's variable, default.
 
 A flag overrides a variable, a variable overrides the file, and the file overrides the default. This is the only code
 that reads the environment. An unknown name or a value that is not allowed stops the process with one line and status 2.

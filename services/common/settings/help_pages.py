@@ -1,4 +1,4 @@
-"""The pages of `--help`: the everyday options, one group, a search, or everything.
+"""Writes the pages of `--help`: the everyday options, one group, a search, or everything.
 
 A command of a hundred options would otherwise print five screens, and the first of them is not what a new user needs.
 """

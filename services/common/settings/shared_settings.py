@@ -1,4 +1,4 @@
-"""Settings that routers and instances share, and the order in which `--help` shows the settings of a process.
+"""Defines the settings that routers and instances share, and the order of settings in `--help`.
 
 Add a setting to `ProcessSettings` if it means the same in every process. A class that needs another text or default for
 it declares the field again.

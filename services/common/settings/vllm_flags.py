@@ -1,4 +1,4 @@
-"""Flags of vLLM that Baton does not have: what a command line that was written for vLLM means here.
+"""Decides what flags of vLLM mean that Baton does not have: refused with a reason, or ignored with a warning.
 
 A flag whose effect is given in any case is accepted, and a line of the log says why it changes nothing. A flag that
 asks for something else is refused with advice. Flags that an option carries as its name or alias are not listed.

@@ -1,5 +1,5 @@
-"""Environment variables of vLLM that have an equivalent here. They count where neither a flag, a variable of Baton nor
-the file sets the option.
+"""Maps environment variables of vLLM to settings. They count where neither a flag, a variable of Baton nor the file
+sets the option.
 """
 
 import re

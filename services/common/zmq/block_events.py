@@ -1,4 +1,4 @@
-"""Publishes which KV blocks an instance caches, from the instance (PUB) to every router (SUB).
+"""Publishes which KV blocks an instance caches (ZeroMQ PUB), and receives these events in routers (SUB).
 
 Batches are numbered without gaps. A subscriber reports a gap; its caller then requests a snapshot and applies it.
 """

@@ -1,4 +1,5 @@
-"""Controls the drain of an instance, started by a signal or by an operator over HTTP.
+"""Decides the course of a drain, started by SIGTERM or an operator: announce, finish running requests, migrate blocks,
+leave.
 
 The instance first announces in the registry that it drains. Then running requests get time to finish; the remaining
 ones end and their routers replay them elsewhere. Blocks under a lease are waited for, and the most used blocks are

@@ -1,4 +1,4 @@
-"""Base class of the servers of an instance: how they refuse new requests and end the running ones."""
+"""Decides how the servers of an instance refuse new requests while they drain or pause, and end running ones."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Drain migration: a draining instance hands its most used KV blocks to another instance of its pool.
+"""Hands the most used KV blocks of a draining instance to another one of its pool, within limits of time and bytes.
 
 It sends the hashes of these blocks to a router, the router chooses the target, and the target fetches the blocks. Both
 sides are implemented here. Time and bytes are limited, and a failure never delays the shutdown beyond that limit.

@@ -1,4 +1,4 @@
-"""Serves cached blocks to other instances that fetch them by hash: the opposite end of `pulling`.
+"""Serves cached blocks to other instances that pull them by hash, and limits how many at a time.
 
 Blocks are pinned while they are sent; those in the host tier are copied back to the device first. Blocks that are not
 cached any more are not sent: the fetching instance takes what is available.

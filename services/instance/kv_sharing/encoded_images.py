@@ -1,4 +1,5 @@
-"""Gets the images of prompts: embeddings from encode instances, and decoded files for all others.
+"""Decides where a prompt's images come from: embeddings of an encode instance, or decoded files for the engine's own
+tower.
 
 Embeddings arrive in memory of their own, through a transfer node of their own, since their blocks have another size
 than those of the KV cache. Both exist from the first fetch on. A failure is not an error: the image files are there.

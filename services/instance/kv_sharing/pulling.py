@@ -1,5 +1,4 @@
-"""Fetches KV blocks from the cache of another instance into this one, before a prompt is computed or in a drain
-migration.
+"""Pulls a cached prefix from another instance before a prompt is computed, and decides which of its blocks.
 
 A failure is not an error: blocks that have arrived are found in the cache, and the engine computes the others.
 """

@@ -1,4 +1,6 @@
-"""Checks the settings of an instance on several hosts, and defines the messages by which its processes meet."""
+"""Checks the settings of an instance on several hosts (`--nnodes`), and defines the messages by which its processes
+meet.
+"""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""The first host's side of an instance on several hosts: where the ranks of the other hosts connect.
+"""Accepts the ranks of other hosts on the first host (`--node-rank 0`), and refuses those of other instances.
 
 Both ends of each connection prove that they have the cluster's key (TLS), before a message is parsed. The port stays
 open as long as the process lives: ranks that come while the model is loaded, or while the instance sleeps, wait here

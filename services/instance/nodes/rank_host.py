@@ -1,5 +1,4 @@
-"""The process of a host that routers do not see: starts the ranks of this host, and starts them again when the instance
-has ended.
+"""Runs the ranks of a host other than the first, and starts them again when the instance has ended.
 
 The first host (`--node-rank 0`) has everything else of the instance. When it stops, sleeps or loses a host, the ranks
 here end. New ones then wait for it, so that the instance forms again when all hosts are there.

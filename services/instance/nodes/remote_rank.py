@@ -1,4 +1,4 @@
-"""A rank on another host than rank 0: `python -m baton_serve.services.instance.nodes.remote_rank PID`.
+"""Runs a rank on another host than rank 0: `python -m baton_serve.services.instance.nodes.remote_rank PID`.
 
 It is started by process PID (`node.py`), gets a `RankJob` on stdin, and ends with that process. It connects to the
 first host, executes the commands of rank 0, and exits when that connection ends.

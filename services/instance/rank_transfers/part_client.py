@@ -1,4 +1,4 @@
-"""Rank 0's handle of the transfers of another rank: each call becomes a message, and answers resolve futures."""
+"""Commands another rank's transfers from rank 0: each call becomes a message, and answers resolve futures."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""One rank's part of the KV cache, as its transfer node sees it: memory of a device, also on hosts."""
+"""Shows one rank's part of the KV cache to its transfer node, and hashes how blocks are divided."""
 
 import hashlib
 from collections.abc import Iterable, Sequence

@@ -1,4 +1,4 @@
-"""The messages between rank 0 and the transfers of another rank, through a pair of sockets of this host.
+"""Defines the messages between rank 0 and the transfers of another rank.
 
 Both ends are processes of one instance. Each message is its length in four bytes and one MessagePack frame.
 """

@@ -1,4 +1,4 @@
-"""The transfers of a rank other than 0, in a thread of the rank's process: a transfer node that rank 0 commands."""
+"""Runs the transfers of a rank other than 0, and decides how many engine commands come before a copy."""
 
 import asyncio
 import logging

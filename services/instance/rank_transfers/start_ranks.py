@@ -1,4 +1,4 @@
-"""Starts the transfer nodes of all ranks of an instance, which then move their parts of KV blocks themselves."""
+"""Starts the transfer nodes of all ranks of an instance, or decides that only whole blocks are sent."""
 
 import asyncio
 import hashlib

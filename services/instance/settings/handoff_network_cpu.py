@@ -1,4 +1,6 @@
-"""The settings of an instance that its engine does not see: name, addresses, transfer of KV blocks, and CPU cores."""
+"""Define the settings of an instance for its name, addresses, KV transfer, draining and CPU cores, with their
+defaults.
+"""
 
 from typing import Annotated, Literal
 

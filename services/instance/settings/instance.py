@@ -1,4 +1,4 @@
-"""The settings of an instance's engine, and what follows from the settings of an instance.
+"""Define the settings of an instance's engine (with vLLM's names and defaults), and what follows from them.
 
 Each flag of the engine that vLLM has too carries vLLM's name.
 """

@@ -1,4 +1,6 @@
-"""The settings of an instance that say what its memory holds: adapters, weights, KV blocks and embeddings."""
+"""Define the settings of an instance's memory, with their defaults: LoRA adapters, weights, KV cache, host tier,
+embeddings.
+"""
 
 from typing import Annotated, Literal
 

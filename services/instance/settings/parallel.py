@@ -1,4 +1,4 @@
-"""The settings by which an instance is divided over several devices, and over several hosts."""
+"""Define the settings of tensor and pipeline parallelism, on one or several hosts."""
 
 from typing import Annotated
 

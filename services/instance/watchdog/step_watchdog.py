@@ -1,4 +1,4 @@
-"""Watches the engine thread: if a step does not end in time, the instance is reported as failed and the process ends.
+"""Ends an instance whose engine step does not end in time; how long that is, is decided in `step_limit.py`.
 
 A thread that waits for a device cannot be interrupted, so the whole process must end and start again. The watchdog has
 a thread of its own, which looks at the running step once per `CHECK_INTERVAL_S`. It needs the GIL; for a step that

@@ -1,4 +1,4 @@
-"""Compile the C++ kernels into one shared library for this machine's CPU at first use, and load it.
+"""Compiles the C++ kernels into one shared library for this machine's CPU at first use, and loads it.
 
 The library is cached by a hash of its sources, the compiler and the CPU's flags. While one process compiles, the
 others wait for its library. Several processes may compile at the same time if the file system has no locks: each

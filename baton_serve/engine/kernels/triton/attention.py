@@ -1,5 +1,5 @@
-"""Paged attention in Triton for any device that it supports. This module chooses tile sizes and launches kernels; it
-has no device code.
+"""Chooses the Triton kernel and tile sizes of paged attention for a step: decode, prefill, latent; and launches it.
+This module chooses tile sizes and launches kernels; it has no device code.
 
 Nothing here waits for the device or reads a tensor's value, so that everything can be captured in a graph. Sequences
 with one new token always use the decode kernel, whatever else is in their batch, so that the cut of a context depends

@@ -1,5 +1,5 @@
-"""Mixtures of experts as grouped products: each token passes through the experts that it chose, all experts in one
-launch.
+"""Chooses the Triton kernel of a mixture of experts (MoE) by number of rows and format; grouped products for
+few rows.
 
 The number of rows of each expert is known only on the device. Grids depend on the numbers of tokens and experts, and
 each program finds its expert and rows from the counts, so that nothing is read back and a graph can capture everything.

@@ -1,4 +1,4 @@
-"""Scatter new K and V rows into the block-major cache, and convert them to its dtype. Twin:
+"""Scatters new K and V into the paged KV cache (reshape_and_cache), and quantizes them to its dtype. Twin:
 `ReferenceAttention.store`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"

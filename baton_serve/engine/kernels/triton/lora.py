@@ -1,4 +1,5 @@
-"""Adds the products of LoRA adapters to the output of a matrix product, for rows of different adapters at once.
+"""Adds the products of several LoRA adapters to the output of a matrix product, for rows of different adapters
+at once.
 
 `shrink` multiplies the rows of each slot by the slot's `down` matrices, in parts of the inputs; `expand` adds up the
 parts, multiplies them by `up` and adds the result. Launches depend on shapes only, and the slots of the rows are read

@@ -1,4 +1,5 @@
-"""Tile sizes, chosen by what a device reports: processors, shared memory, tensor descriptors in hardware.
+"""Decides the tile sizes and splits of attention kernels by what a device reports: processors, shared memory, tensor
+descriptors.
 
 The choices were measured (docs/log/gpu-kernels.md, "Triton attention"). A device with less shared memory gets smaller
 tiles, never a launch that fails.

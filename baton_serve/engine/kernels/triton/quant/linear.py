@@ -1,4 +1,4 @@
-"""Choose the kernel of a product with a quantized weight by its number of rows. Twin: `quantized.linear`."""
+"""Decides by number of rows which kernel multiplies by a quantized weight. Twin: `quantized.linear`."""
 
 from itertools import pairwise
 

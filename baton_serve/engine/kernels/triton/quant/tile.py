@@ -1,4 +1,4 @@
-"""Several rows times a quantized weight with the device's matrix units.
+"""Multiplies several rows by a quantized weight with the device's matrix units, and decides their tile sizes.
 
 The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers can use
 freshly decoded numbers there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows
