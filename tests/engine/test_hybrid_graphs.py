@@ -3,7 +3,10 @@
 On the CPU a graph is stood in for by calling the recorded function again.
 """
 
+from collections.abc import Callable
+
 import pytest
+from torch import Tensor
 
 from baton_serve.engine import device as devices
 from baton_serve.engine.execution.decode_graphs import DecodeGraphs
@@ -57,9 +60,22 @@ def no_kernels() -> None:
     raise KernelsUnavailableError("the test has none")
 
 
-@pytest.mark.parametrize("kind", [DecodeGraphs, PromptGraphs])
+Spoil = Callable[[Tensor, int], Tensor]
+"""Returns the rows that a wrong graph does not change, of one layer's states in all rows and the number of slots."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil"),
+    [
+        (DecodeGraphs, lambda view, num_slots: view),
+        (PromptGraphs, lambda view, num_slots: view),
+        (PromptGraphs, lambda view, num_slots: view[num_slots:]),
+    ],
+    ids=["decode steps", "prompt steps", "inner checkpoints of prompt steps"],
+)
 def test_a_graph_that_loses_the_states_is_not_used(
     kind: type[DecodeGraphs] | type[PromptGraphs],
+    spoil: Spoil,
     references: References,
     captured: FakeCapture,
     monkeypatch: pytest.MonkeyPatch,
@@ -68,11 +84,12 @@ def test_a_graph_that_loses_the_states_is_not_used(
     compute = kind._compute
 
     def forgetful(self: DecodeGraphs | PromptGraphs, *shape: object) -> None:
+        lost = [spoil(view, self._limits.max_num_seqs) for layer in self._states.values() for view in layer.values()]
+        before = [rows.clone() for rows in lost]
         compute(self, *shape)  # type: ignore[arg-type]
-        # The capture leaves zeros, eager work the new states.
-        for layer in self._states.values() if is_captured else ():
-            for view in layer.values():
-                view.zero_()
+        # The capture leaves the old states, eager work the new ones.
+        for rows, old in zip(lost, before, strict=True) if is_captured else ():
+            rows.copy_(old)
 
     is_captured = False
     monkeypatch.setattr(kind, "_compute", forgetful)

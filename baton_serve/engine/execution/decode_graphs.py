@@ -255,7 +255,7 @@ class DecodeGraphs:
                 states.reset_before(partial(self._compute, size, None)),
                 states.reset_before(graph.replay),
                 partial(self._last_logits, size),
-                states.compared(),
+                states.compared(self._limits),
             )
         self.last_tokens.zero_()
         states.clear()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.instance import KernelVerdict
+from baton_serve.engine.core.request_table import SchedulerConfig
 from baton_serve.engine.kernels.operations import FLOAT32_TOLERANCE, TOLERANCE
 from baton_serve.engine.kernels.prover import RUNS, difference
 from baton_serve.engine.kv.state_memory import StateViews
@@ -83,7 +84,7 @@ def _prove(case: GraphCase) -> KernelVerdict:
 
 @dataclass(frozen=True, slots=True)
 class ProofStates:
-    """The recurrent states of all batch slots while captured graphs are compared with eager work."""
+    """The recurrent states in all rows while captured graphs are compared with eager work."""
 
     views: StateViews
 
@@ -100,9 +101,13 @@ class ProofStates:
 
         return run
 
-    def compared(self) -> list[Tensor]:
-        """Return the states that are compared."""
-        return [view[:PROVED_SLOTS] for view in self._all()]
+    def compared(self, limits: SchedulerConfig) -> list[Tensor]:
+        """Return the states that are compared: those of some batch slots and, if there are spare rows, of the first."""
+        num_slots = limits.max_num_seqs
+        rows = [slice(0, min(PROVED_SLOTS, num_slots))]
+        if limits.num_spare_rows:
+            rows.append(slice(num_slots, num_slots + 1))
+        return [view[chosen] for view in self._all() for chosen in rows]
 
     def clear(self) -> None:
         """Set all states to zero, as those of new sequences are."""

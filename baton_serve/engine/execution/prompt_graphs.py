@@ -54,6 +54,9 @@ for padding, and the rows after it are their inner checkpoints. Models with M-Ro
 PENDING, IMAGE = -1, -2
 """Tokens that stand for others: the last token of slot LAST_OF, and an image's embedding."""
 
+TOKENS_BEHIND_CHECKPOINT = 5
+"""Tokens of a prompt of the proof behind its inner checkpoint."""
+
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
@@ -192,7 +195,7 @@ class PromptGraphs:
                 states.reset_before(partial(self._compute, kind, size)),
                 states.reset_before(graph.replay),
                 partial(self._last_output, self._num_rows(arrays)),
-                states.compared(),
+                states.compared(self._limits),
             )
         states.clear()
 
@@ -319,14 +322,11 @@ class PromptGraphs:
 
 
 def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, limits: SchedulerConfig) -> StepArrays | None:
-    """Return the inputs of an artificial step that compares a graph with eager work: prompts of different lengths
-    and a decoding sequence if `kind` allows it. Return None if the KV cache has too few blocks.
+    """Return the inputs of an artificial step that compares a graph with eager work: prompts of different lengths, one
+    of them with an inner checkpoint, and a decoding sequence if `kind` allows it. Return None if the KV cache has too
+    few blocks.
     """
-    # There are as many recurrent states as sequences may run.
-    most = min(kind.num_seqs, limits.max_num_seqs)
-    lengths = [3, 1][:most] if kind.has_singles else [3]
-    while sum(lengths) < size and len(lengths) < most:
-        lengths.append(min(size - sum(lengths), limits.max_model_len, 5 + 2 * len(lengths)))
+    lengths, inner = _proof_lengths(kind, size, limits)
     starts = np.cumsum([0, *lengths]).astype(np.int32)
     counts = [-(-length // blocks.block_tokens) for length in lengths]
     ends = np.cumsum(counts)
@@ -348,7 +348,29 @@ def _proof_arrays(kind: GraphShape, size: int, blocks: ProofBlocks, limits: Sche
         logit_rows=starts[1:].astype(np.int64) - 1,
         pending=None,
         batch_slots=np.arange(len(lengths)),
+        inner=inner,
     )
+
+
+def _proof_lengths(kind: GraphShape, size: int, limits: SchedulerConfig) -> tuple[list[int], NDArray[np.int64] | None]:
+    """Return the length in tokens of each prompt of a proof, and the inner checkpoint of one of them in the first spare
+    row, as `StepArrays` has it, if the step has tokens for it.
+    """
+    # There are as many recurrent states as sequences may run.
+    most = min(kind.num_seqs, limits.max_num_seqs)
+    lengths = [3, 1][:most] if kind.has_singles else [3]
+    step, checked = limits.checkpoint_step_tokens, -1
+    longer = step + TOKENS_BEHIND_CHECKPOINT
+    if step and limits.num_spare_rows and longer <= limits.max_model_len and sum(lengths) + longer <= size:
+        checked = len(lengths) if len(lengths) < most else 0
+        lengths[checked : checked + 1] = [longer]
+    while sum(lengths) < size and len(lengths) < most:
+        lengths.append(min(size - sum(lengths), limits.max_model_len, 5 + 2 * len(lengths)))
+    if checked < 0:
+        return lengths, None
+    inner = np.array([[-1], [0]], dtype=np.int64).repeat(len(lengths), axis=1)
+    inner[:, checked] = limits.max_num_seqs, step
+    return lengths, inner
 
 
 class _Staging:
