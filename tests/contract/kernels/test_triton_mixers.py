@@ -107,6 +107,26 @@ def test_the_delta_rule_by_channel_equals_its_twin(
     assert torch.equal(states[unused], expected_states[unused])
 
 
+@DTYPES
+@pytest.mark.parametrize("steep", [[], [20], [0, 15, 16, 69]], ids=["gentle", "one steep", "several steep"])
+def test_decays_whose_reciprocals_are_too_large_equal_the_twin(dtype: torch.dtype, steep: list[int]) -> None:
+    """The other tokens forget little, so that what is before a steep token of a block matters to those behind it."""
+    torch.manual_seed(9)
+    heads, size = 2, 32
+    sequences = packed([70, 1, 40], [4, 0, 2])
+    inputs = channel_delta_heads(111, heads, size, size, dtype)
+    decay = -(draw(111, heads, size) - 2.0).exp()
+    decay[steep, :, ::2] = -300.0
+    inputs = replace(inputs, decay=decay)
+    states = random_states(heads, size, size)
+    expected_states = states.clone()
+    expected = twin.channel_delta_rule(inputs, expected_states, sequences)
+    found = mixers.channel_delta_rule(inputs, states, sequences)
+    assert found.isfinite().all()
+    check(found, expected)
+    check(states.to(dtype), expected_states.to(dtype))
+
+
 @STEPS
 @DTYPES
 @pytest.mark.parametrize(("heads", "size"), [(3, 20), (2, 128)])

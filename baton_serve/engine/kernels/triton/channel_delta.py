@@ -5,8 +5,9 @@ As for one decay a head (`delta_chunks.py`), the systems of all chunks are solve
 is passed from chunk to chunk. Here the decay between two tokens is part of each product of their channels, so that no
 matrix of decays can be multiplied by one of products. The pairs of tokens have a kernel of their own instead, whose
 programs compute a block of rows each. Earlier blocks are decayed to the first token of the block, and so are its own
-rows, by factors that are never above 1: then products of matrices remain. Within a block each pair is decayed by
-itself. Lengths are read from the device. Twin: `reference.mixers.channel_delta_rule`.
+rows, by factors that are never above 1: then products of matrices remain. They also contain the pairs within the block,
+by reciprocals of decays, unless a channel decays too much in it: then each of these pairs is decayed by itself. Lengths
+are read from the device. Twin: `reference.mixers.channel_delta_rule`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -24,8 +25,12 @@ from baton_serve.engine.kernels.triton.tiles import padded
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16
 """A quarter of the chunk, as `inverse_of` needs."""
+PAIR_CHANNELS = 32
+"""Channels of a pair of tokens that are multiplied at a time."""
 PASS_VALUES = 64
 """Values of a program that passes the state on, which is in registers."""
+GENTLE = tl.constexpr(80.0)
+"""Logarithm of the largest decay within a block whose reciprocal float32 holds."""
 SUM_WARPS, PAIR_WARPS, SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 8, 4, 4, 4, 1
 
 
@@ -78,6 +83,7 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         *places,
         heads.qkv.stride(0),
         block=BLOCK_TOKENS,
+        part=min(keys, PAIR_CHANNELS),
         num_warps=PAIR_WARPS,
         num_stages=1,
         **constants,
@@ -211,6 +217,7 @@ def _pairs_kernel(  # noqa: PLR0913, PLR0915
     chunk: tl.constexpr,
     seqs: tl.constexpr,
     block: tl.constexpr,
+    part: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Compute the products of each key with the earlier keys of its chunk, and of each query with these and its own
@@ -228,38 +235,58 @@ def _pairs_kernel(  # noqa: PLR0913, PLR0915
         in_rows = live[:, None] & in_key[None, :]
         at = ((begin + skipped + own) * num_heads + head)[:, None] * key_size + dim[None, :]
         total = tl.load(totals + at, in_rows, other=0.0)
-        at_query = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + dim[None, :]
-        query = tl.load(at_query, in_rows, other=0.0).to(tl.float32)
-        key = tl.load(at_query + num_heads * key_size, in_rows, other=0.0).to(tl.float32)
         at_unit = units + (begin + skipped + own) * num_heads + head
-        query *= tl.load(at_unit, live, other=0.0)[:, None]
+        query_unit = tl.load(at_unit, live, other=0.0)
         key_units = units + num_tokens.to(tl.int64) * num_heads + head
-        key *= tl.load(key_units + (begin + skipped + own) * num_heads, live, other=0.0)[:, None]
+        key_unit = tl.load(key_units + (begin + skipped + own) * num_heads, live, other=0.0)
         mixed = tl.zeros([block, chunk], tl.float32)
         asked = tl.zeros([block, chunk], tl.float32)
-        if skipped > 0:
-            border = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + dim, in_key, other=0.0)
-            is_before = (place < skipped)[:, None] & in_key[None, :]
-            at_before = totals + ((begin + place) * num_heads + head)[:, None] * key_size + dim[None, :]
-            # Sums of logarithms fall, so both factors are at most 1.
-            before = tl.load(at_before, is_before, other=0.0)
-            left = tl.exp(tl.where(is_before, border[None, :] - before, 0.0))
-            at_keys = qkv + (begin + place)[:, None] * qkv_stride + (num_heads + head) * key_size + dim[None, :]
-            unit = tl.load(key_units + (begin + place) * num_heads, place < skipped, other=0.0)
-            earlier = tl.trans(tl.load(at_keys, is_before, other=0.0).to(tl.float32) * unit[:, None] * left)
-            since = tl.exp(tl.where(in_rows, total - border[None, :], 0.0))
-            mixed = tl.dot(key * since, earlier, input_precision=precision)
-            asked = tl.dot(query * since, earlier, input_precision=precision)
-        for column in range(tl.minimum(block, end - first - skipped)):
-            one = begin + skipped + column
-            there = tl.load(totals + (one * num_heads + head) * key_size + dim, in_key, other=0.0)
-            at_key = qkv + one * qkv_stride + (num_heads + head) * key_size + dim
-            other = tl.load(at_key, in_key, other=0.0).to(tl.float32) * tl.load(key_units + one * num_heads)
-            # Rows above the diagonal, and behind the end, would grow.
-            decayed = tl.exp(tl.where((live & (own >= column))[:, None], total - there[None, :], 0.0)) * other[None, :]
-            is_column = (place == skipped + column)[None, :]
-            mixed += tl.where(is_column & (own > column)[:, None], tl.sum(key * decayed, 1)[:, None], 0.0)
-            asked += tl.where(is_column & (own >= column)[:, None], tl.sum(query * decayed, 1)[:, None], 0.0)
+        border = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + dim, in_key, other=0.0)
+        since = tl.where(in_rows, total - border[None, :], 0.0)
+        is_gentle = tl.min(tl.min(since, 1), 0) > -GENTLE
+        if (skipped > 0) | is_gentle:
+            columns = tl.where(is_gentle, tl.minimum(skipped + block, end - first), skipped)
+            is_seen = place < columns
+            unit = tl.load(key_units + (begin + place) * num_heads, is_seen, other=0.0)
+            # A part of the channels at a time: with all of them, registers are left for few programs.
+            for from_channel in range(0, keys, part):
+                channel = from_channel + tl.arange(0, part)
+                is_key = channel < key_size
+                edge = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + channel, is_key, other=0.0)
+                own_rows = live[:, None] & is_key[None, :]
+                at_own = ((begin + skipped + own) * num_heads + head)[:, None] * key_size + channel[None, :]
+                # Sums of logarithms fall, so both factors are at most 1, except for the block's own columns.
+                factor = tl.exp(tl.where(own_rows, tl.load(totals + at_own, own_rows, other=0.0) - edge[None, :], 0.0))
+                at_asked = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + channel[None, :]
+                wide = tl.load(at_asked, own_rows, other=0.0).to(tl.float32)
+                asking = wide * query_unit[:, None] * factor
+                wide = tl.load(at_asked + num_heads * key_size, own_rows, other=0.0).to(tl.float32)
+                adding = wide * key_unit[:, None] * factor
+                rows = is_seen[:, None] & is_key[None, :]
+                at_before = ((begin + place) * num_heads + head)[:, None] * key_size + channel[None, :]
+                left = tl.exp(tl.where(rows, edge[None, :] - tl.load(totals + at_before, rows, other=0.0), 0.0))
+                at_keys = qkv + (begin + place)[:, None] * qkv_stride + (num_heads + head) * key_size + channel[None, :]
+                earlier = tl.trans(tl.load(at_keys, rows, other=0.0).to(tl.float32) * unit[:, None] * left)
+                mixed = tl.dot(adding, earlier, mixed, input_precision=precision)
+                asked = tl.dot(asking, earlier, asked, input_precision=precision)
+            # Above the diagonal the factors of a product are together more than 1.
+            mixed = tl.where(place[None, :] < (skipped + own)[:, None], mixed, 0.0)
+            asked = tl.where(place[None, :] <= (skipped + own)[:, None], asked, 0.0)
+        if not is_gentle:
+            at_query = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + dim[None, :]
+            query = tl.load(at_query, in_rows, other=0.0).to(tl.float32) * query_unit[:, None]
+            key = tl.load(at_query + num_heads * key_size, in_rows, other=0.0).to(tl.float32) * key_unit[:, None]
+            for column in range(tl.minimum(block, end - first - skipped)):
+                one = begin + skipped + column
+                there = tl.load(totals + (one * num_heads + head) * key_size + dim, in_key, other=0.0)
+                at_key = qkv + one * qkv_stride + (num_heads + head) * key_size + dim
+                other = tl.load(at_key, in_key, other=0.0).to(tl.float32) * tl.load(key_units + one * num_heads)
+                # Rows above the diagonal, and behind the end, would grow.
+                is_later = (live & (own >= column))[:, None]
+                decayed = tl.exp(tl.where(is_later, total - there[None, :], 0.0)) * other[None, :]
+                is_column = (place == skipped + column)[None, :]
+                mixed += tl.where(is_column & (own > column)[:, None], tl.sum(key * decayed, 1)[:, None], 0.0)
+                asked += tl.where(is_column & (own >= column)[:, None], tl.sum(query * decayed, 1)[:, None], 0.0)
         to = ((begin + skipped + own) * num_heads + head)[:, None] * chunk + place[None, :]
         tl.store(mixing + to, mixed, live[:, None])
         tl.store(scores + to, asked.to(dtype), live[:, None])
