@@ -45,25 +45,17 @@ class HostTierMemory:
         self.tier = tier
         self.slots = HostSlots(cache, tier.num_slots if tier is not None else 0)
         self._cache = cache
-        self._device = cache.device
         self._others = others
         if tier is not None:
             tier.damaged_slots = self._damaged_slots
-        self._over: devices.DeviceEvent | None = None  # the end of the last finished step
         self._num_ended = 0
         """Number of steps that were queued up to the last finished one; see `CopyOrder.num_steps`."""
         self._unordered: set[int] = set()
         """Blocks for whose copies later steps of the other ranks do not wait yet."""
 
-    def record_step_end(self) -> devices.DeviceEvent | None:
-        """Return an event at the end of the step that was just launched, to be passed to `on_step_end`; None if copies
-        need not wait for it (on the CPU, or without a host tier)."""
-        return devices.record(self._device) if self.slots.has_streams else None
-
-    def on_step_end(self, event: devices.DeviceEvent | None, *, steps_after: int) -> None:
-        """Record that a step has ended. Copies that start from now on wait for `event`: a block that is free now is
+    def on_step_end(self, *, steps_after: int) -> None:
+        """Record that a step has ended. Copies that start from now on wait for its end: a block that is free now is
         used by that step at the latest. `steps_after` steps have been launched after it."""
-        self._over = event
         self._num_ended = self._cache.order.num_steps - steps_after
         self.slots.forget_ended()
 
@@ -73,13 +65,11 @@ class HostTierMemory:
         moves = self.tier.take_tier_copies() if self.tier is not None else []
         for is_to_host, group in groupby(moves, key=lambda move: move.is_to_host):
             blocks, slots, _ = zip(*group, strict=True)
-            if self._others is None:
-                self.slots.copy(blocks, slots, is_to_host=is_to_host, over=self._over)
-                continue
             later = self._cache.order.num_steps - self._num_ended
-            self._others.copy(blocks, slots, is_to_host=is_to_host, steps_after=later)
+            if self._others is not None:
+                self._others.copy(blocks, slots, is_to_host=is_to_host, steps_after=later)
+                self._unordered.update(blocks)
             self.slots.copy(blocks, slots, is_to_host=is_to_host, steps_after=later)
-            self._unordered.update(blocks)
 
     def before(self, blocks: Iterable[int]) -> None:
         """Make the device's main stream wait until running copies from or to these blocks have ended. Call it before

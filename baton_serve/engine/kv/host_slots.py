@@ -105,6 +105,7 @@ class HostSlots:
         self._streams: tuple[devices.SideStream, devices.SideStream] | None = None
         if num_slots and not devices.is_host(self._device):
             self._streams = devices.SideStream(self._device), devices.SideStream(self._device)
+            cache.order.begin()
         self._checksums = SlotChecksums(lambda slot: self.slot(slot).numpy(), has_threads=self.has_streams)
         self._copied: dict[int, devices.DeviceEvent] = {}  # by slot: the end of its last copy
 
@@ -117,18 +118,9 @@ class HostSlots:
         """Return the memory of a slot, uint8 [bytes of a block, or of this rank's part]."""
         return self._slabs[index // self._per_slab][index % self._per_slab]
 
-    def copy(
-        self,
-        blocks: Sequence[int],
-        slots: Sequence[int],
-        *,
-        is_to_host: bool,
-        over: devices.DeviceEvent | None = None,
-        steps_after: int | None = None,
-    ) -> None:
-        """Start copies between `blocks[i]` and `slots[i]`, all of one direction, in their order. `over` is the end of
-        the last step that may use the blocks. With several ranks, `steps_after` is how many steps have been queued
-        after that one instead."""
+    def copy(self, blocks: Sequence[int], slots: Sequence[int], *, is_to_host: bool, steps_after: int) -> None:
+        """Start copies between `blocks[i]` and `slots[i]`, all of one direction, in their order. `steps_after` is how
+        many steps have been queued after the last one that may use the blocks."""
         if self._streams is None:
             # One by one: the checksum finds the bytes in the CPU cache.
             for pair in zip(blocks, slots, strict=True):
@@ -140,12 +132,11 @@ class HostSlots:
         pairs = list(zip(blocks, slots, strict=True))
         for first in range(0, len(pairs), self._per_batch):
             batch = pairs[first : first + self._per_batch]
-            # The last step may still read a block that is now copied out, or that a copy fills.
             before = [self._cache.copying.get(block) for block, _ in batch]
-            for event in devices.distinct([over, *before, *(self._copied.get(slot) for _, slot in batch)]):
+            for event in devices.distinct([*before, *(self._copied.get(slot) for _, slot in batch)]):
                 stream.wait(event)
-            if steps_after is not None:
-                self._cache.order.wait(stream, [block for block, _ in batch], steps_after)
+            # The last step may still read a block that is now copied out, or that a copy fills.
+            self._cache.order.wait(stream, [block for block, _ in batch], steps_after)
             with stream:
                 self._exchange(batch, is_to_host=is_to_host)
             done = stream.record()

@@ -77,19 +77,20 @@ class BlockPart:
 
 
 class CopyOrder:
-    """Lets copies out of the cache wait for the step that has computed their blocks, and run beside later steps that
-    are queued already. Without a second stream, copies wait for all of them.
+    """Lets copies of blocks wait for the step that has used them last, and run beside later steps that are queued
+    already. Without a second stream, copies wait for all of them.
     """
 
     KEPT_STEPS = 16
     """Number of steps whose ends are known. More are never in flight."""
 
     def __init__(self, device: torch.device, *, has_copies: bool) -> None:
-        """Without `has_copies` nothing is recorded, and `copying` must not be called."""
+        """Without `has_copies` nothing is recorded before `begin`, and `copying` must not be called."""
         self._device = device
         self._stream: devices.SideStream | None = None
         if has_copies and devices.has_side_streams(device):
             self._stream = devices.SideStream(device)
+        self._is_recording = self._stream is not None
         self.num_steps = 0
         """Number of steps that have been queued so far."""
         self._step_ends: deque[devices.DeviceEvent] = deque(maxlen=self.KEPT_STEPS)
@@ -101,15 +102,19 @@ class CopyOrder:
         """Return whether copies run beside later steps that are queued already."""
         return self._stream is not None
 
+    def begin(self) -> None:
+        """Record the ends of steps and of other work from now on, for copies on other streams than this object's."""
+        self._is_recording = True
+
     def end_step(self) -> None:
         """Record that all work of a step has been queued."""
         self.num_steps += 1
-        if self._stream is not None:
+        if self._is_recording:
             self._step_ends.append(devices.record(self._device))
 
     def end_use(self, blocks: Iterable[int]) -> None:
         """Record that work other than a step, such as a copy, has been queued that uses these blocks."""
-        if self._stream is not None:
+        if self._is_recording:
             self._used = {block: event for block, event in self._used.items() if not event.query()}
             self._used.update(dict.fromkeys(blocks, devices.record(self._device)))
 

@@ -87,3 +87,5 @@ class CacheMemory:
             self.host.move()
             self.host.before(block for copy in copies for block in copy.blocks)
             self.states.execute(copies)
+            # They come after a step that may end before them, and a sequence that restores a checkpoint frees it.
+            self.kv.order.end_use(block for copy in copies for block in copy.blocks)

@@ -131,8 +131,6 @@ class InFlightStep:
     plan: ScheduledBatch
     started: LaunchedForward
     started_at: float | None
-    ended_event: DeviceEvent | None = None
-    """Records the end of this step, for the host tier."""
     source_blocks: frozenset[int] = frozenset()
     """Blocks that this step fills with cross-attention KV."""
     computed: DeviceEvent | None = None

@@ -220,7 +220,6 @@ class StepLoop:
         """
         try:
             launched.chosen = self._runner.choose(launched.started)
-            launched.ended_event = self._memory.host.record_step_end()
             launched.computed = self._memory.kv.reached() if has_prefill_requests(launched.plan) else None
         except torch.OutOfMemoryError:
             self._give_up(launched.plan, result)
@@ -233,7 +232,7 @@ class StepLoop:
         blocks and failures to `result`. `steps_after` is how many steps have been launched after it."""
         assert launched.chosen is not None
         sampled = self._runner.wait(launched.chosen)
-        self._memory.host.on_step_end(launched.ended_event, steps_after=steps_after)
+        self._memory.host.on_step_end(steps_after=steps_after)
         now = time.monotonic()
         started = self._last_finish if launched.started_at is None else launched.started_at
         self._last_finish = now
@@ -263,10 +262,11 @@ class StepLoop:
         Blocks of `prefill` requests that were reported already stay until `cancel`.
         """
         # Part of the step may still be running, in blocks that are free from now on. Later steps come after it in the
-        # device's order. Transports wait for the marks of `reserve` and `begin_import`, and the host tier for its own
-        # event.
+        # device's order. Transports wait for the marks of `reserve` and `begin_import`, and the host tier for the end
+        # of what was queued.
         logger.exception("a step of %d sequences ran out of device memory", len(plan.chunks))
-        self._memory.host.on_step_end(self._memory.host.record_step_end(), steps_after=0)
+        self._memory.kv.order.end_step()
+        self._memory.host.on_step_end(steps_after=0)
         for request in {id(c.sequence.request): c.sequence.request for c in plan.chunks}.values():
             self._failures.end(request)
             message = "the device ran out of memory in a step; lower gpu_memory_utilization or max_num_batched_tokens"

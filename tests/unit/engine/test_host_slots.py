@@ -1,6 +1,7 @@
 """The order of copies to and from the host tier on a device with streams, when several ranks hold parts of blocks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ import torch
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.identity import BlockHash
 from baton_serve.engine import device
+from baton_serve.engine.core.checkpoints import StateCopy
 from baton_serve.engine.core.host_tier import HostTier
 from baton_serve.engine.kv.host_blocks import HostTierMemory
 from baton_serve.engine.kv.host_slots import HostSlots
 from baton_serve.engine.kv.kv_cache import BlockPart, KVCache
+from baton_serve.engine.step.cache_copies import CacheMemory
+from baton_serve.engine.step.mirror_refs import MirrorRefs
 from baton_serve.services.instance.rank_transfers.part_memory import PartMemory
 
 LAYOUT = KVLayout(fingerprint="f", num_layers=2, num_kv_heads=2, block_tokens=16, head_dim=8, dtype="float32")
@@ -158,7 +162,7 @@ def test_steps_of_other_ranks_wait_once_for_their_copies_although_those_of_rank_
     for _ in range(4):
         cache.order.end_step()
     # The third of four steps has ended.
-    memory.on_step_end(memory.record_step_end(), steps_after=1)
+    memory.on_step_end(steps_after=1)
     for number, name in enumerate(names):
         tier.store(name, number + 1)
     cache.order.end_step()
@@ -168,7 +172,7 @@ def test_steps_of_other_ranks_wait_once_for_their_copies_although_those_of_rank_
     assert fake.seen() == ["out: main 3", "in: out 1", "in: main 3"]
     for event in cache.copying.values():
         event.has_ended = True  # type: ignore[attr-defined]
-    memory.on_step_end(memory.record_step_end(), steps_after=1)
+    memory.on_step_end(steps_after=1)
     for blocks in ([5, 6], [2, 6, 1], [2, 1]):
         memory.before(blocks)
     assert others.awaited == [[1, 2]]
@@ -177,6 +181,45 @@ def test_steps_of_other_ranks_wait_once_for_their_copies_although_those_of_rank_
     assert not tier.verify(names)
     assert names[2] not in tier and names[0] in tier
     memory.close()
+    cache.close()
+
+
+class PlannedStates:
+    """Stands in for `RequestTable` with planned copies of recurrent states, and for what executes them."""
+
+    def __init__(self, *copies: StateCopy) -> None:
+        self.checkpoints: Any = self
+        self._copies = copies
+
+    def take_copies(self) -> Sequence[StateCopy]:
+        return self._copies
+
+    def execute(self, copies: Iterable[StateCopy]) -> None: ...
+
+
+def test_copies_of_a_single_rank_wait_for_the_last_step_that_has_ended_and_for_checkpoints_behind_later_ones(
+    fake: FakeDevice,
+) -> None:
+    device.SideStream(CPU)  # takes the name of a mirror's, which a single rank has not
+    cache, tier = KVCache(LAYOUT, 8, CPU, place="device"), HostTier(4)
+    cache.order.end_step()  # nothing is recorded without a host tier
+    host = HostTierMemory(cache, tier)
+    for _ in range(3):
+        cache.order.end_step()  # main 1 to 3
+    planned: Any = PlannedStates(StateCopy("save", 0, (5,)), StateCopy("clear", 1))
+    memory = CacheMemory(cache, host, cache, MirrorRefs(cache), planned)
+    memory.copy_states(planned)  # main 4
+    # The second step has ended, and the third was launched ahead.
+    host.on_step_end(steps_after=1)
+    names = [BlockHash(bytes([number]) * 16) for number in range(2)]
+    tier.store(names[0], 1)
+    host.move()
+    assert fake.seen() == ["out: main 2"]
+    # The third step has computed the states of the checkpoint.
+    tier.store(names[1], 5)
+    host.move()
+    assert fake.seen() == ["out: main 2", "out: main 4"]
+    host.close()
     cache.close()
 
 
