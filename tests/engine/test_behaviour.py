@@ -238,6 +238,26 @@ def test_running_out_of_device_memory_fails_the_step_and_not_the_engine(
     assert len(ask(engine, "a", ignore_eos=True)) == 12
 
 
+def test_copies_of_blocks_wait_for_what_was_queued_of_a_step_ahead_that_ran_out_of_memory(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with make_engine(reference.folder, async_scheduling=True, host_kv_bytes=1 << 20) as engine:
+        engine.add(make_work(engine, "a", PROMPT, ignore_eos=True))
+        start = engine._runner.start
+
+        def run_out(*arguments: Any, ahead: bool = False, **settings: Any) -> Any:
+            if ahead:
+                raise torch.OutOfMemoryError("made up")
+            return start(*arguments, ahead=ahead, **settings)
+
+        before = engine.kv.order.num_steps
+        with monkeypatch.context() as patch:
+            patch.setattr(engine._runner, "start", run_out)
+            engine.step()
+        assert engine._host._num_ended == engine.kv.order.num_steps == before + 2
+        assert len(run(engine)["a", 0]) == 11
+
+
 @pytest.mark.parametrize("stage", ["start", "choose"])
 def test_blocks_handed_on_stay_when_the_device_runs_out_of_memory(
     reference: Reference, monkeypatch: pytest.MonkeyPatch, stage: str

@@ -201,7 +201,10 @@ class StepLoop:
             started = self._runner.start(following, ahead=True, after_layer=self._layer_group_callback(following))
             launched = InFlightStep(following, started, None)
         except torch.OutOfMemoryError:
-            return None  # it is scheduled again when no other step uses memory
+            # Part of it may be running, in blocks that the step before frees. It is scheduled again when no other step
+            # uses memory.
+            kv.order.end_step()
+            return None
         launched.advanced = self._scheduler.advance(following)
         self._memory.copy_states(self._table)
         return launched
