@@ -267,7 +267,8 @@ def test_blocks_handed_on_stay_when_the_device_runs_out_of_memory(
     def run_out(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("made up")
 
-    with make_engine(reference.folder, max_num_batched_tokens=16, enable_prefix_caching=False) as engine:
+    settings = {"max_num_batched_tokens": 16, "enable_prefix_caching": False, "async_scheduling": False}
+    with make_engine(reference.folder, **settings) as engine:
         engine.add(make_work(engine, "a", PROMPT), mode="prefill")
         ((_, blocks),) = [(done.request_id, done.blocks) for done in engine.step().completed]
         assert len(blocks) == 1

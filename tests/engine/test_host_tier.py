@@ -144,6 +144,8 @@ def damage(engine: Engine) -> int:
     memory = engine._host
     assert memory.tier is not None
     names = memory.tier.names()
+    # Wait until blocks of a device have arrived in the host memory, and threads have computed their checksums.
+    memory.slots.find_damaged([memory.tier._slots[name] for name in names])
     for number, name in enumerate(names):
         slot = memory.slots.slot(memory.tier._slots[name])
         slot[(997 * number) % len(slot)] ^= 0x40
