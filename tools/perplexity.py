@@ -19,7 +19,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from baton_serve.engine.config import CHECKPOINT_ONLY, Quantization
-from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, dequantize
 from baton_serve.engine.loading.quantization.layer_by_layer import round_loaded
 from baton_serve.engine.model.quantized.formats import scheme
 from baton_serve.engine.model.quantized.modules import QuantizedEmbedding, QuantizedLinear

@@ -13,7 +13,7 @@ from baton_serve.contracts.wire import encode
 from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.control_messages import Got, Join, ToProducer
 from baton_serve.kvtransfer.errors import PeerLost
-from baton_serve.kvtransfer.sockets import MonitoredSocket, configure, encrypt
+from baton_serve.kvtransfer.monitored_socket import MonitoredSocket, configure, encrypt
 
 logger = logging.getLogger(__name__)
 

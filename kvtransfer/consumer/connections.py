@@ -14,8 +14,8 @@ from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.control_messages import ToConsumer
 from baton_serve.kvtransfer.errors import PeerLost, Refused, TransportUnavailable
 from baton_serve.kvtransfer.ladder import Rung
+from baton_serve.kvtransfer.monitored_socket import LINGER_MS
 from baton_serve.kvtransfer.probing.consumer import Prober
-from baton_serve.kvtransfer.sockets import LINGER_MS
 
 logger = logging.getLogger(__name__)
 

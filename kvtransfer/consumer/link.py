@@ -30,7 +30,7 @@ from baton_serve.kvtransfer.control_messages import (
 from baton_serve.kvtransfer.errors import PeerLost, Refused
 from baton_serve.kvtransfer.ladder import Ladder, Rung
 from baton_serve.kvtransfer.liveness import ProcessWatch, watch_process
-from baton_serve.kvtransfer.sockets import LINGER_MS
+from baton_serve.kvtransfer.monitored_socket import LINGER_MS
 from baton_serve.kvtransfer.transports.port import Receiver, Stream, Transport
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,6 @@
 """Copies and converts tokens of blocks from one layout and dtype to another, on the device of the target.
 
-One-byte codes and their scales equal those of the engine's own kernels, bit by bit (`engine.kernels.kv_codes`).
+One-byte codes and their scales equal those of the engine's own kernels, bit by bit (`engine.kernels.quantized_kv`).
 """
 
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,8 @@ from baton_serve.contracts.identity import Generation, InstanceId, TicketId
 from baton_serve.contracts.wire import WireError, encode
 from baton_serve.kvtransfer.context import NodeContext
 from baton_serve.kvtransfer.control_messages import Hello, Join, Refuse, ToProducer, producer_decoder
+from baton_serve.kvtransfer.monitored_socket import LINGER_MS, MonitoredSocket, configure, encrypt
 from baton_serve.kvtransfer.producer.link import ProducerLink, refusal, welcome
-from baton_serve.kvtransfer.sockets import LINGER_MS, MonitoredSocket, configure, encrypt
 
 logger = logging.getLogger(__name__)
 

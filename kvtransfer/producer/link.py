@@ -33,8 +33,8 @@ from baton_serve.kvtransfer.control_messages import (
 from baton_serve.kvtransfer.conversion.plan import wire_layout
 from baton_serve.kvtransfer.errors import TransportUnavailable
 from baton_serve.kvtransfer.liveness import watch_process
+from baton_serve.kvtransfer.monitored_socket import MonitoredSocket
 from baton_serve.kvtransfer.producer.send_queue import SendBatch, SendQueue, is_checked
-from baton_serve.kvtransfer.sockets import MonitoredSocket
 from baton_serve.kvtransfer.transports.port import AttachRequest, Buffer, ParcelContent, Prepared, Sender
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@
     labels are made from `LADDER` and `PROBED`. A transport inside one process must be added to `UNSEEN` in
     `kvtransfer/ladder.py`.
  4. Offer the name to users: `Transport` and the description of `kv_transport` in
-    `services/instance/settings/handoff_network_cpu.py`, the remedies in `services/instance/process.py` and
+    `services/instance/settings/handoff_network_cpu.py`, the remedies in `services/instance/instance_process.py` and
     `services/local/main.py`, and for `baton doctor` the rungs in `probe_here` (`kvtransfer/probing/running.py`).
  5. Add it to the enum of `kvTransfer.transport` in `tools/helm_schema.py` and to its comment in `helm/values.yaml`.
     Then generate `helm/values.schema.json` and `helm/README.md` again.

@@ -13,7 +13,7 @@ from baton_serve.contracts.messages import Work
 from baton_serve.engine.errors import RequestError
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.ports import EnginePort, Reservation
+from baton_serve.services.instance.interfaces import EnginePort, Reservation
 
 
 @dataclass(slots=True, eq=False)

@@ -27,9 +27,7 @@ from baton_serve.services.decode.kv_arrivals import ArrivedBlocks, HandoffAdmiss
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.kv_sharing.pulling import PullPort
-from baton_serve.services.instance.local_generation import GenerationObserver, await_grammar, generate
-from baton_serve.services.instance.ports import (
+from baton_serve.services.instance.interfaces import (
     CompletedFetch,
     EngineStats,
     HandoffCounter,
@@ -37,6 +35,8 @@ from baton_serve.services.instance.ports import (
     Reservation,
     RouterPort,
 )
+from baton_serve.services.instance.kv_sharing.pulling import PullPort
+from baton_serve.services.instance.local_generation import GenerationObserver, await_grammar, generate
 from baton_serve.services.instance.request_server import RoleMessage
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.first_tokens import FirstTokens, decode_first_tokens
-from baton_serve.services.instance.ports import CompletedFetch, EnginePort, Reservation
+from baton_serve.services.instance.interfaces import CompletedFetch, EnginePort, Reservation
 
 MIN_BLOCKS_PER_REPORT = 64
 """Number of arrived blocks that are reported to the engine together. A larger number delays their reuse by other

@@ -28,7 +28,7 @@ def main(argv: list[str]) -> None:
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
     from baton_serve.services.decode.block_queue import BlockQueue
     from baton_serve.services.decode.handler import DecodeHandler
-    from baton_serve.services.instance.process import run_instance
+    from baton_serve.services.instance.instance_process import run_instance
 
     status = run_instance(
         settings,

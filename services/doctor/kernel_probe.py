@@ -23,7 +23,7 @@ from baton_serve.engine.kernels import (
     attention_backend,
     layer_kernels,
 )
-from baton_serve.engine.kernels.quantized import pack_codes
+from baton_serve.engine.kernels.quantized_weights import pack_codes
 from baton_serve.engine.kernels.reference import layers as twin_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.services.doctor.kernel_findings import KERNELS, KernelFacts

@@ -14,7 +14,7 @@ import torch
 
 from baton_serve.engine.device import defaults, select_device
 from baton_serve.engine.execution.kernel_shapes import shapes_of_config
-from baton_serve.engine.kernels.metadata import AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionSpec
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat
 from baton_serve.engine.kernels.proved_kernels import prove_kernels
 from baton_serve.engine.kernels.selection import kernel_candidates

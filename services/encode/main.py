@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     # Before the imports below: torch and OpenMP read these variables once, when they are loaded.
     environ.update(visible_device(settings) | short_waits(environ) | thread_count(settings, environ))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
-    from baton_serve.services.instance.process import no_handler, run_instance
+    from baton_serve.services.instance.instance_process import no_handler, run_instance
 
     status = run_instance(settings, "encode", no_handler, notes=loaded.notes)
     sys.exit(status)

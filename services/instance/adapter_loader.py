@@ -17,7 +17,7 @@ from baton_serve.engine.model.lora.loaded_adapters import LoadedAdapters
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken
-from baton_serve.services.instance.ports import RouterPort
+from baton_serve.services.instance.interfaces import RouterPort
 
 logger = logging.getLogger(__name__)
 

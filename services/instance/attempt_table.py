@@ -16,7 +16,7 @@ from baton_serve.contracts.prompt_logprobs import encode_logprobs
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FirstTokenInfo, SequenceOutput
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.common.tracing import NO_SPAN, Span
-from baton_serve.services.instance.ports import StepResult
+from baton_serve.services.instance.interfaces import StepResult
 
 
 class RequestObserver(Protocol):

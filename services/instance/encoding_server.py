@@ -39,8 +39,8 @@ from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import EncoderCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.interfaces import EngineStats, EventsPort, RouterPort, SourcePort
 from baton_serve.services.instance.kv_sharing.file_decoding import FileDecoding
-from baton_serve.services.instance.ports import EngineStats, EventsPort, RouterPort, SourcePort
 from baton_serve.services.instance.request_server import Identity, await_uncancelled, load_of
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from baton_serve.engine import Engine
 from baton_serve.engine.errors import ConfigError
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.engine_thread import EngineThread
-from baton_serve.services.instance.ports import RouterPort
+from baton_serve.services.instance.interfaces import RouterPort
 from baton_serve.services.instance.sleep_and_reload import LOAD_FAILURES, ModelConflict, ModelSwitch
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from baton_serve.engine.errors import EngineError
 from baton_serve.services.instance.cpu_sharing.time_slicing import NoTimeSlicing, TimeSlicer
 from baton_serve.services.instance.errors import EngineBroken
-from baton_serve.services.instance.ports import (
+from baton_serve.services.instance.interfaces import (
     EncoderPort,
     EnginePort,
     EngineStats,

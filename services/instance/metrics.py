@@ -15,7 +15,7 @@ from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.instance import LinkStatus, Load, Role
 from baton_serve.kvtransfer.ladder import ProbeOutcome
 from baton_serve.kvtransfer.settings import LADDER, PROBED
-from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.interfaces import EngineStats
 
 
 class EngineCollector(Collector):
@@ -168,7 +168,7 @@ class EngineCollector(Collector):
 
 class TransferMetrics:
     """Counts KV transfers and their errors as Prometheus metrics; implements `kvtransfer.TransferObserver` and
-    `ports.HandoffCounter`.
+    `interfaces.HandoffCounter`.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -38,7 +38,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry, AttemptTab
 from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import EngineCalls, TimedStepResult
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.ports import EngineStats, EventsPort, LinksPort, RouterPort
+from baton_serve.services.instance.interfaces import EngineStats, EventsPort, LinksPort, RouterPort
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ class ModelConflict(InstanceError):  # noqa: N818
 
 class ModelHost(Protocol):
     """The interface of the part of an instance process that owns its server and its model:
-    `instance_model.InstanceModel`.
+    `replaceable_model.InstanceModel`.
     """
 
     @property

@@ -22,7 +22,7 @@ from baton_serve.contracts.messages import (
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.drain.drainable_server import DrainableServer
 from baton_serve.services.instance.engine_thread import TimedStepResult
-from baton_serve.services.instance.ports import EngineStats, RouterPort
+from baton_serve.services.instance.interfaces import EngineStats, RouterPort
 from baton_serve.services.instance.request_server import Identity, load_of
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
-from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.settings.handoff_network_cpu import NetworkSettings
 
 logger = logging.getLogger(__name__)

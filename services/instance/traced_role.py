@@ -7,7 +7,7 @@ import time
 from baton_serve.services.common.logs import request_logs
 from baton_serve.services.common.tracing import Tracing
 from baton_serve.services.instance.attempt_table import AttemptEntry
-from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.request_server import RoleHandler, RoleMessage
 
 logger = logging.getLogger(__name__)

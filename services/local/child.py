@@ -130,7 +130,7 @@ KEPT_OUTPUT_LINES = 15
 """Last lines of a process that are kept, to be printed again if it keeps failing."""
 _READ_BYTES = 65536
 _READY = "ready "
-"""Start of the line that an instance writes to its standard output once it is ready (`services.instance.process`)."""
+"""Start of the line that an instance writes to its standard output once it is ready (`instance.instance_process`)."""
 
 
 _TIMED_OUT = "Timeout ("

@@ -17,7 +17,7 @@ from baton_serve.services.instance.settings import short_waits
 gc.disable()
 os.environ.update(short_waits(os.environ) | {"OPENBLAS_NUM_THREADS": "1"})
 
-import baton_serve.services.instance.process  # noqa: E402
+import baton_serve.services.instance.instance_process  # noqa: E402
 
 __all__ = ["baton_serve", "is_fit_to_fork"]
 

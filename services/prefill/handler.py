@@ -17,10 +17,10 @@ from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
+from baton_serve.services.instance.interfaces import EngineStats, HandoffCounter, HandoffSourcePort
 from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import await_grammar, generate
-from baton_serve.services.instance.ports import EngineStats, HandoffCounter, HandoffSourcePort
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
 from baton_serve.services.instance.role_interface import RoleDependencies
 from baton_serve.services.prefill.observers import HandoffObserver, PrefillObserver

@@ -26,7 +26,7 @@ def main(argv: list[str]) -> None:
     if settings.node_rank:
         sys.exit(run_node(settings, "prefill", notes=loaded.notes))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
-    from baton_serve.services.instance.process import run_instance
+    from baton_serve.services.instance.instance_process import run_instance
     from baton_serve.services.prefill.handler import prefill_handler
 
     status = run_instance(settings, "prefill", prefill_handler, notes=loaded.notes)

@@ -12,7 +12,7 @@ from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
 from baton_serve.kvtransfer.errors import LocalTransferError
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.first_tokens import FirstToken, encode_first_tokens
-from baton_serve.services.instance.ports import SourcePort
+from baton_serve.services.instance.interfaces import SourcePort
 
 logger = logging.getLogger(__name__)
 

@@ -11,11 +11,11 @@ from baton_serve.services.common.settings.configuration import load_with
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.engine_thread import EngineCalls
+from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.nodes.rank_host import run_node
-from baton_serve.services.instance.ports import EngineStats
 from baton_serve.services.instance.request_server import RoleMessage
 from baton_serve.services.instance.settings import InstanceSettings, short_waits, visible_device, with_local_model
 
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
     if settings.node_rank:
         sys.exit(run_node(settings, "unified", notes=loaded.notes))
     # Imported after parsing: --help and a mistyped flag should not wait seconds for torch.
-    from baton_serve.services.instance.process import run_instance
+    from baton_serve.services.instance.instance_process import run_instance
 
     status = run_instance(
         settings,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_serve.contracts.block_layout import KVLayout, KVShape, obstacle
 from baton_serve.contracts.identity import BlockHash
-from baton_serve.engine.kernels import kv_codes
+from baton_serve.engine.kernels import quantized_kv
 from baton_serve.engine.kv.kv_cache import KVCache
 from baton_serve.kvtransfer import Corrupt, LocalTransferError, Refused, Translation
 from baton_serve.kvtransfer.conversion.plan import plan
@@ -51,7 +51,7 @@ def cache_of(layout: KVLayout, rows: Rows) -> KVCache:
     blocks, offsets = tokens // layout.block_tokens, tokens % layout.block_tokens
     for layer, view in enumerate(cache.layers()):
         for plane in range(len(rows[layer])):
-            kv_codes.write(view, plane, blocks, offsets, rows[layer][plane])
+            quantized_kv.write(view, plane, blocks, offsets, rows[layer][plane])
     return cache
 
 
@@ -68,7 +68,7 @@ def read(cache: KVCache, num_tokens: int) -> Rows:
     """Return K and V as the engine reads them, in float32."""
     everything = torch.arange(cache.num_blocks)
     planes = [shape.num_planes for count, shape in cache.layout.runs for _ in range(count)]
-    layers = [kv_codes.read(view, everything).permute(1, 0, 3, 2, 4).flatten(1, 2) for view in cache.layers()]
+    layers = [quantized_kv.read(view, everything).permute(1, 0, 3, 2, 4).flatten(1, 2) for view in cache.layers()]
     return [layer[:count, :num_tokens] for layer, count in zip(layers, planes, strict=True)]
 
 

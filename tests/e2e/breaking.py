@@ -8,7 +8,7 @@ from baton_serve.contracts.messages import ErrorCode, Prefill
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
 from baton_serve.services.instance.attempt_table import AttemptEntry, RequestObserver
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.request_server import RoleHandler, RoleMessage
 
 ATTEMPTS: dict[Role, int] = {"prefill": 0, "decode": 1}

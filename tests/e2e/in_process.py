@@ -20,7 +20,7 @@ from baton_serve.contracts.instance import Role
 from baton_serve.services.common.lifecycle import Lifecycle
 from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
-from baton_serve.services.instance.process import InstanceProcess, no_handler
+from baton_serve.services.instance.instance_process import InstanceProcess, no_handler
 from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.role_interface import RoleDependencies
 from baton_serve.services.instance.settings import InstanceSettings

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.execution import kernel_shapes
-from baton_serve.engine.kernels.metadata import LayerKernels
+from baton_serve.engine.kernels.interfaces import LayerKernels
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as twin

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine import ModelError
-from baton_serve.engine.kernels.quantized import code_values
+from baton_serve.engine.kernels.quantized_weights import code_values
 from tests.engine.conftest import greedy_answer
 from tests.engine.driving import make_engine, make_work, run
 from tests.quantized_checkpoints import Writer, Written, write_checkpoint

@@ -12,8 +12,8 @@ from baton_serve.contracts.messages import TokenLogprobs
 from baton_serve.engine import Engine
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import Matrix, has_packed_linear
-from baton_serve.engine.kernels.metadata import Weight
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import Weight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.selection import layer_kernels
 from baton_serve.engine.model import families, forward, fused_cpu
 from baton_serve.engine.model.families import FAMILIES, describe

@@ -10,7 +10,7 @@ import torch
 
 from baton_serve.engine import ConfigError, EngineConfig, ModelError, UnsupportedModelError
 from baton_serve.engine.kernels import QuantizedWeight
-from baton_serve.engine.kernels.quantized import code_bits, dequantize
+from baton_serve.engine.kernels.quantized_weights import code_bits, dequantize
 from baton_serve.engine.loading.gguf_weights import gguf_file
 from baton_serve.engine.loading.quantization.checkpoints.gguf import Gguf
 from baton_serve.engine.loading.transformers_loader import load_model

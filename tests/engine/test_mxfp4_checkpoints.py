@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from baton_serve.engine import EngineConfig, ModelError
-from baton_serve.engine.kernels.quantized import code_values
+from baton_serve.engine.kernels.quantized_weights import code_values
 from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.quantized.experts import QuantizedExperts
 from tests.engine.conftest import greedy_answer

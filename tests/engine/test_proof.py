@@ -10,7 +10,7 @@ from torch import Tensor
 
 from baton_serve.engine import Engine, device
 from baton_serve.engine.execution import kernel_shapes
-from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
+from baton_serve.engine.kernels.interfaces import AttentionBackend, AttentionMetadata, AttentionSpec, LayerKernels
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate
 from baton_serve.engine.kernels.reference import layers as twin

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from baton_serve.engine import ConfigError, EngineConfig, UnsupportedModelError
 from baton_serve.engine.config import KvCacheDtype, Quantization
-from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, dequantize
 from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
 from baton_serve.engine.model.quantized.modules import quantized_layers

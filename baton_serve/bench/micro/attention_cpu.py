@@ -20,7 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention
 
-from baton_serve.engine.kernels import AttentionBackend, AttentionMetadata, AttentionSpec, attention_backend, kv_codes
+from baton_serve.engine.kernels import (
+    AttentionBackend,
+    AttentionMetadata,
+    AttentionSpec,
+    attention_backend,
+    quantized_kv,
+)
 
 KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}
 ROTATED_LAYERS = 8  # layers visited alternately, so that no KV stays in the processor's cache
@@ -68,7 +74,7 @@ class CpuAttentionShape:
         whole = torch.randint(0, 0x70, (*shape, rows, self.head_dim), dtype=torch.uint8)
         cache = whole.view(self.codes)[..., : self.block_tokens, :]
         for layer in range(num_layers):
-            kv_codes.scales_of(cache[:, layer]).fill_(0.01)
+            quantized_kv.scales_of(cache[:, layer]).fill_(0.01)
         return cache
 
     def __str__(self) -> str:

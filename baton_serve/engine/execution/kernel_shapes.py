@@ -13,11 +13,11 @@ import torch
 from baton_serve.contracts.block_layout import KVLayout, KVShape
 from baton_serve.engine import device as devices
 from baton_serve.engine.config import EngineConfig
-from baton_serve.engine.kernels.metadata import AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionSpec
 from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat, different_specs
 from baton_serve.engine.kernels.proved_kernels import ProvedKernels, proof_folder, prove_kernels
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.selection import kernel_candidates
 from baton_serve.engine.kv.kv_cache import DTYPES
 from baton_serve.engine.model.batched_mixers import packed_shapes

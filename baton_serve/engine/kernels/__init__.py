@@ -2,7 +2,7 @@
 specifies the right result.
 """
 
-from baton_serve.engine.kernels.metadata import (
+from baton_serve.engine.kernels.interfaces import (
     GROUP_ROWS,
     Activations,
     AttentionBackend,
@@ -30,7 +30,7 @@ from baton_serve.engine.kernels.mixers import (
     StateSpaceHeads,
     StateSpaceShapes,
 )
-from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, StackedWeight
 from baton_serve.engine.kernels.selection import (
     adapter_kernels,
     argmax_kernel,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import AttentionBackend, AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.interfaces import AttentionBackend, AttentionMetadata, AttentionSpec, NewHeads
 
 
 @dataclass(frozen=True, slots=True)

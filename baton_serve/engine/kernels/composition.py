@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import (
+from baton_serve.engine.kernels.interfaces import (
     Activations,
     AttentionBackend,
     AttentionMetadata,
@@ -22,7 +22,7 @@ from baton_serve.engine.kernels.metadata import (
     Weight,
     no_work,
 )
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels import kv_codes
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels import quantized_kv
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 PACKAGE = "vllm_xpu_kernels"
@@ -57,7 +57,7 @@ def _attend_one(
     """Return attention of one sequence for its new tokens, [num_tokens, num_heads, head_dim]. The sequence has `length`
     tokens in the KV blocks `table`. `seen_ends`, [num_tokens, 1], are those of `AttentionMetadata`.
     """
-    blocks = kv_codes.read(cache, table[: -(-length // cache.shape[3])].long())
+    blocks = quantized_kv.read(cache, table[: -(-length // cache.shape[3])].long())
     keys, values = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :length].to(query.dtype).unbind(0)
     positions = torch.arange(length - len(query), length, device=query.device)[:, None]
     kv_positions = torch.arange(length, device=query.device)[None, :]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Norm, PackedWeight
+from baton_serve.engine.kernels.interfaces import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import (
     ChannelDeltaHeads,
     DeltaHeads,

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Norm, PackedWeight
+from baton_serve.engine.kernels.interfaces import Norm, PackedWeight
 
 CHECKPOINT_STEP_TOKENS = 64
 """After a multiple of so many tokens of a sequence in a step, kernels of accelerators can also store the states: their

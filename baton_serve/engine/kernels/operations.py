@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields, replace
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels import kv_codes
-from baton_serve.engine.kernels.metadata import (
+from baton_serve.engine.kernels import quantized_kv
+from baton_serve.engine.kernels.interfaces import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
@@ -26,7 +26,7 @@ from baton_serve.engine.kernels.metadata import (
 )
 from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerShapes
 from baton_serve.engine.kernels.prover import Operation
-from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, dequantize, pack_codes
+from baton_serve.engine.kernels.quantized_weights import Codebook, QuantizedWeight, code_bits, dequantize, pack_codes
 from baton_serve.engine.kernels.reference import layers as twin_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
@@ -226,7 +226,7 @@ class CacheBatch:
         kernel must leave the other layer as it was.
         """
         blocks = torch.arange(len(tensor), device=tensor.device)
-        return kv_codes.read(self.layer(tensor, 0), blocks), kv_codes.read(self.layer(tensor, 1), blocks)
+        return quantized_kv.read(self.layer(tensor, 0), blocks), quantized_kv.read(self.layer(tensor, 1), blocks)
 
     def _fill(self, draw: Draw) -> None:
         every = torch.arange(len(self.tensor) * self._block, device=draw.device)

@@ -25,7 +25,7 @@ from baton_serve.contracts.model_path import process_cache_folder
 from baton_serve.engine import device as devices
 from baton_serve.engine.kernels.composition import ComposedAttention, ComposedLayers
 from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, TwinDecoder, decoder_operations
-from baton_serve.engine.kernels.metadata import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels.interfaces import AttentionBackend, LayerKernels
 from baton_serve.engine.kernels.mixer_operations import MIXER_OPERATIONS, ComposedMixers, mixer_operations
 from baton_serve.engine.kernels.mixers import NO_MIXERS, MixerKernels
 from baton_serve.engine.kernels.operations import (

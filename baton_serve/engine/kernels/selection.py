@@ -18,8 +18,7 @@ from baton_serve.engine.kernels.cpu.decoder_proof import DecoderKernel, PackedDe
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, CpuLayers
 from baton_serve.engine.kernels.cpu.linear import has_packed_linear
 from baton_serve.engine.kernels.cpu.mixers import CpuMixers
-from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers, has_package
-from baton_serve.engine.kernels.metadata import (
+from baton_serve.engine.kernels.interfaces import (
     AdapterKernels,
     AttentionBackend,
     AttentionSpec,
@@ -27,6 +26,7 @@ from baton_serve.engine.kernels.metadata import (
     RowKernel,
     RowLayer,
 )
+from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers, has_package
 from baton_serve.engine.kernels.mixers import MixerKernels
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates
 from baton_serve.engine.kernels.prover import KernelCandidate

@@ -266,8 +266,8 @@ class KVCache:
         """Return one strided view of the cache for each layer, [num_blocks, 2, num_kv_heads, block_tokens, head_dim],
         in the layer's own shape.
 
-        Scales of quantized KV lie behind each head's tokens (`kernels.kv_codes`). Latent attention (MLA) has one plane,
-        which appears as both K and V, with a stride of 0.
+        Scales of quantized KV lie behind each head's tokens (`kernels.quantized_kv`). Latent attention (MLA) has one
+        plane, which appears as both K and V, with a stride of 0.
         """
         if self._own_layers is not None:
             parts: Iterable[Tensor] = self._own_layers

@@ -25,7 +25,7 @@ from baton_serve.engine.kernels.cpu.decoder import (
 )
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
 from baton_serve.engine.kernels.cpu.linear import PANEL, Matrix, can_pack, gated, has_packed_linear, pack, pack_codes
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kv.state_memory import StateViews
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.batch_inputs import StepInputs, StepStates, added_rows, embedded

@@ -27,7 +27,7 @@ from baton_serve.engine.kernels import (
     Weight,
     row_kernel,
 )
-from baton_serve.engine.kernels.metadata import RowLayer
+from baton_serve.engine.kernels.interfaces import RowLayer
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features, embedded
 from baton_serve.engine.model.families import GELU_TANH, FamilyDescription, describe, rotations_of, scales_of

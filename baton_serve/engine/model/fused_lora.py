@@ -14,7 +14,7 @@ from torch import Tensor
 
 from baton_serve.engine.collectives.backends import Collectives
 from baton_serve.engine.kernels import AttentionBackend, LayerKernels, SlotRows
-from baton_serve.engine.kernels.metadata import Linear
+from baton_serve.engine.kernels.interfaces import Linear
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.batch_inputs import StepInputs, add_image_features
 from baton_serve.engine.model.families import FamilyDescription, describe

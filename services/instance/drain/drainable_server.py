@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import ErrorCode, Failed, LoadReport
-from baton_serve.services.instance.ports import RouterPort
+from baton_serve.services.instance.interfaces import RouterPort
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from baton_serve.contracts.identity import TicketId
 from baton_serve.contracts.messages import HotBlocks, MigrateIn, MigrationTickets
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import InstanceError
+from baton_serve.services.instance.interfaces import RouterPort
 from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
 from baton_serve.services.instance.kv_sharing.pulling import Puller
-from baton_serve.services.instance.ports import RouterPort
 from baton_serve.services.instance.request_server import Identity
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from baton_serve.contracts.identity import BlockHash, RequestId, TicketId
 from baton_serve.contracts.messages import Ticket
 from baton_serve.kvtransfer.errors import LocalTransferError
 from baton_serve.services.instance.engine_thread import EngineCalls
-from baton_serve.services.instance.ports import SourcePort
+from baton_serve.services.instance.interfaces import SourcePort
 from baton_serve.services.instance.request_server import await_uncancelled
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.common.tracing import NO_SPAN, Span
 from baton_serve.services.instance.attempt_table import AttemptEntry, PulledPrefix
 from baton_serve.services.instance.engine_thread import EngineCalls
-from baton_serve.services.instance.ports import EnginePort, HandoffCounter, SinkPort
+from baton_serve.services.instance.interfaces import EnginePort, HandoffCounter, SinkPort
 
 logger = logging.getLogger(__name__)
 

@@ -1,12 +1,12 @@
-"""Assemble the batch API of one router process from the settings: its folder, its routes and its runner."""
+"""Assemble the batch API of one router process from the settings: its folder, its routes and its scheduler."""
 
 from collections.abc import Callable, Mapping
 
 from baton_serve.services.router.batch.batch_run import RunPorts
+from baton_serve.services.router.batch.batch_scheduler import BatchScheduler
 from baton_serve.services.router.batch.endpoints import BatchApi
 from baton_serve.services.router.batch.line_client import LineClient
 from baton_serve.services.router.batch.pacing import LineGate, RouterLoad, batch_concurrency
-from baton_serve.services.router.batch.runner import BatchRunner
 from baton_serve.services.router.batch.store import BatchStore, StoreLimits
 from baton_serve.services.router.protocol.asgi import Asgi, RequestLimits
 from baton_serve.services.router.protocol.byte_budget import BodyMemory
@@ -35,7 +35,7 @@ class Batches:
         )
         self.store = BatchStore(folder, limits, has_several_owners=keys.has_several_owners)
         self.api = BatchApi(self.store, self._wake, allowed_origins=settings.allowed_origins)
-        self._runner: BatchRunner | None = None
+        self._scheduler: BatchScheduler | None = None
 
     def start(
         self,
@@ -64,15 +64,15 @@ class Batches:
             max_tasks=2 * most,
         )
         # Twice `most`: requests that wait for their next try hold no place of the gate.
-        self._runner = BatchRunner(ports, clock=self._clock)
-        self._runner.start()
+        self._scheduler = BatchScheduler(ports, clock=self._clock)
+        self._scheduler.start()
 
     async def close(self) -> None:
         """Stop running batches, after writing the results that they have so far."""
-        if self._runner is not None:
-            await self._runner.close()
+        if self._scheduler is not None:
+            await self._scheduler.close()
 
-    # The routes are made before the runner, which needs the endpoints of the finished application.
+    # The routes are made before the scheduler, which needs the endpoints of the finished application.
     def _wake(self) -> None:
-        if self._runner is not None:
-            self._runner.wake()
+        if self._scheduler is not None:
+            self._scheduler.wake()

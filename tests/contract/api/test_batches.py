@@ -12,9 +12,9 @@ import pytest
 from openai.types import Batch
 
 from baton_serve.contracts.messages import Work
+from baton_serve.services.router.batch.batch_scheduler import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 from baton_serve.services.router.batch.endpoints import MAX_UPLOADS
 from baton_serve.services.router.batch.line_client import LOWEST_PRIORITY
-from baton_serve.services.router.batch.runner import MAX_RUNNING, MAX_RUNNING_OF_OWNER
 from tests.unit.router.conftest import Router, Serve
 from tests.unit.router.fakes import letters
 

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton_serve.engine.kernels import kv_codes
+from baton_serve.engine.kernels import quantized_kv
 from baton_serve.engine.kernels.cpu.attention import CpuAttention
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 try:
@@ -252,7 +252,7 @@ def coded(b: Batch, dtype: torch.dtype, *, garbage: int) -> Batch:
     content = b.cache.float()
     for plane in (0, 1):
         blocks, offsets = (~content[:, plane].isnan().any(-1).any(1)).nonzero().T
-        kv_codes.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
+        quantized_kv.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
     return replace(b, cache=cache)
 
 

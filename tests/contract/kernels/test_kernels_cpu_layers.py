@@ -6,7 +6,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.layers import CpuLayers
-from baton_serve.engine.kernels.metadata import LayerKernels, Norm
+from baton_serve.engine.kernels.interfaces import LayerKernels, Norm
 from baton_serve.engine.kernels.reference import layers as reference_layers
 
 try:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.config import Quantization
-from baton_serve.engine.kernels import quantized
+from baton_serve.engine.kernels import quantized_weights
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.linear import (
     Matrix,
@@ -62,7 +62,7 @@ def multiply(x: Tensor, matrix: Matrix) -> Tensor:
     return PRODUCT(x, matrix)
 
 
-def packed_codes(weight: quantized.QuantizedWeight) -> Matrix:
+def packed_codes(weight: quantized_weights.QuantizedWeight) -> Matrix:
     assert LIBRARY is not None
     return pack_codes(LIBRARY, [weight], None)
 
@@ -119,7 +119,7 @@ def test_codes(name: Quantization, group: int, outputs: int, inputs: int) -> Non
     torch.manual_seed(0)
     weight = quantize(torch.randn(outputs, inputs), scheme(name, fp8_dtype="e4m3", group_size=group))
     assert weight is not None and can_pack(weight)
-    check(packed_codes(weight), quantized.dequantize(weight), None)
+    check(packed_codes(weight), quantized_weights.dequantize(weight), None)
 
 
 @pytest.mark.parametrize(("name", "group"), [("int8", 128), ("sym_int4", 64), ("asym_int4", 128), ("fp8_e4m3", 4096)])
@@ -127,7 +127,7 @@ def test_codes_of_many_inputs(name: Quantization, group: int) -> None:
     torch.manual_seed(0)
     weight = quantize(torch.randn(*IN_PIECES), scheme(name, fp8_dtype="e4m3", group_size=min(group, IN_PIECES[1])))
     assert weight is not None and can_pack(weight)
-    check(packed_codes(weight), quantized.dequantize(weight), None)
+    check(packed_codes(weight), quantized_weights.dequantize(weight), None)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -154,7 +154,7 @@ def test_an_embedding_is_looked_up_in_packed_codes() -> None:
     assert weight is not None
     rows = torch.tensor([0, 69, 17, 33, 17])
     assert torch.equal(
-        embed(packed_codes(weight), rows, torch.float32), quantized.dequantize_rows(weight, rows, torch.float32)
+        embed(packed_codes(weight), rows, torch.float32), quantized_weights.dequantize_rows(weight, rows, torch.float32)
     )
 
 

@@ -12,7 +12,7 @@ from baton_serve.engine.kernels.cpu.attention import CpuAttention
 from baton_serve.engine.kernels.cpu.build import KernelsUnavailableError, load_kernels
 from baton_serve.engine.kernels.cpu.linear import PackedLinear, has_packed_linear, pack
 from baton_serve.engine.kernels.cpu.time_slicing import yield_to_processes
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec
 
 ROWS, WIDTH = 4, 8
 Compute = Callable[[], object]

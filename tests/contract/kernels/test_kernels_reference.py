@@ -5,8 +5,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from baton_serve.engine.kernels.bidirectional import BidirectionalPrompts
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.library_kernels import LibraryAttention
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_TOKENS = 4, 2, 8, 3

@@ -23,8 +23,7 @@ from baton_serve.engine.kernels.cpu.decoder_proof import (
     Step,
     TwinDecoder,
 )
-from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers
-from baton_serve.engine.kernels.metadata import (
+from baton_serve.engine.kernels.interfaces import (
     AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
@@ -32,6 +31,7 @@ from baton_serve.engine.kernels.metadata import (
     Linear,
     Norm,
 )
+from baton_serve.engine.kernels.library_kernels import LibraryAttention, PackageLayers
 from baton_serve.engine.kernels.mixers import MixerShapes
 from baton_serve.engine.kernels.operations import ProofShapes, WeightFormat, different_specs
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates, ProvedKernels, prove_kernels

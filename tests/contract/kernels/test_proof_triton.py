@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from baton_serve.engine.kernels import AttentionSpec
+from baton_serve.engine.kernels.interfaces import LayerKernels
 from baton_serve.engine.kernels.library_kernels import LibraryAttention
-from baton_serve.engine.kernels.metadata import LayerKernels
 from baton_serve.engine.kernels.operations import WHOLE_ROW, ProofShapes, WeightFormat
 from baton_serve.engine.kernels.proved_kernels import KernelCandidates, prove_kernels
 from baton_serve.engine.kernels.prover import KernelCandidate

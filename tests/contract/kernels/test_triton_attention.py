@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels import AttentionSpec, kv_codes
+from baton_serve.engine.kernels import AttentionSpec, quantized_kv
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.attention import TritonAttention
@@ -205,7 +205,7 @@ def test_latents_in_codes_equal_the_twin(dtype: torch.dtype) -> None:
     for backend in (attention(), ReferenceAttention()):
         whole = torch.zeros(len(batch.cache), 1, 1, rows, 48, dtype=torch.uint8, device=DEVICE)
         cache = whole.view(dtype)[:, :, :, :BLOCK_TOKENS].expand(-1, 2, -1, -1, -1)
-        kv_codes.write(cache, 0, blocks, offsets, batch.cache[blocks, 0, :, offsets])
+        quantized_kv.write(cache, 0, blocks, offsets, batch.cache[blocks, 0, :, offsets])
         backend.store(batch.key, batch.key, cache, batch.meta)
         memory.append(whole)
     assert (memory[0] == memory[1]).float().mean() > 0.99  # Triton's interpreter rounds a few float8 otherwise

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton_serve.engine.kernels import quantized
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels import quantized_weights
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import from_unsigned
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import float8
@@ -55,7 +55,7 @@ def test_products_equal_the_twin(name: str, num_tokens: int, dtype: torch.dtype)
     weight = WEIGHTS[name]()
     torch.manual_seed(5)
     x = torch.randn(num_tokens, weight.inputs, device=DEVICE).to(dtype)
-    expected = quantized.linear(x.float(), weight, None)
+    expected = quantized_weights.linear(x.float(), weight, None)
     error = 1e-4 if dtype == torch.float32 else 2e-3
     found = triton_quant.linear(x, weight, None).float()
     torch.testing.assert_close(found, expected, rtol=error, atol=error * expected.abs().max().item())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from baton_serve.engine.config import Quantization
 from baton_serve.engine.kernels import Activations, LayerKernels, Linear, Norm, QuantizedWeight
-from baton_serve.engine.kernels.quantized import dequantize
+from baton_serve.engine.kernels.quantized_weights import dequantize
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.activation_digits import GROUP, norm_split, silu_split, split, values_of

@@ -7,7 +7,7 @@ import torch
 
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.collectives.backends import SingleRank
-from baton_serve.engine.kernels.metadata import AttentionBackend, LayerKernels
+from baton_serve.engine.kernels.interfaces import AttentionBackend, LayerKernels
 from baton_serve.engine.kernels.reference import layers as twin_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import layers as triton_layers

@@ -12,8 +12,8 @@ from baton_serve.engine.config import Quantization
 from baton_serve.engine.kernels import Activations, LayerKernels, Linear, Norm, QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.triton import layers as triton_layers
+from baton_serve.engine.kernels.triton.quant.gemm import counters_of
 from baton_serve.engine.kernels.triton.quant.linear import parts
-from baton_serve.engine.kernels.triton.quant.tile import counters_of
 from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 

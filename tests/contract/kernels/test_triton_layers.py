@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.interfaces import Norm
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from tests.contract.kernels.triton_batches import DEVICE

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from baton_serve.engine.config import Quantization
-from baton_serve.engine.kernels.quantized import QuantizedWeight, dequantize
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, dequantize
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.dense import dense
+from baton_serve.engine.kernels.triton.quant.gemm import ProductTiles, product_tiles, tile_product
 from baton_serve.engine.kernels.triton.quant.gemv import row_product
-from baton_serve.engine.kernels.triton.quant.tile import ProductTiles, product_tiles, tile_product
 from baton_serve.engine.model.quantized.formats import quantize, scheme
 from tests.contract.kernels.triton_batches import DEVICE
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from baton_serve.contracts.block_layout import KVShape
 from baton_serve.engine.collectives.backends import SingleRank
 from baton_serve.engine.kernels import AttentionSpec
-from baton_serve.engine.kernels.metadata import RowLayer
+from baton_serve.engine.kernels.interfaces import RowLayer
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import layers as triton_layers
 from baton_serve.engine.kernels.triton.persistent.launch import RowLayers, RowPlan, shape_of

@@ -18,7 +18,7 @@ from baton_serve.kvtransfer import Translation
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import TimedStepResult
-from baton_serve.services.instance.ports import EnginePort, Mode
+from baton_serve.services.instance.interfaces import EnginePort, Mode
 from baton_serve.services.instance.request_server import Identity, RequestServer, RoleHandler
 
 T = TypeVar("T")

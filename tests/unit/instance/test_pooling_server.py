@@ -26,8 +26,8 @@ from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage,
 from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance import pooling_server
 from baton_serve.services.instance.engine_thread import TimedStepResult
+from baton_serve.services.instance.interfaces import PoolingPort
 from baton_serve.services.instance.pooling_server import MAX_BATCH_BYTES, PoolingServer, frames
-from baton_serve.services.instance.ports import PoolingPort
 from tests.unit.instance.fakes import (
     IDENTITY,
     OTHER_ROUTER,

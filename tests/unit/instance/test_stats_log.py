@@ -9,7 +9,7 @@ import pytest
 from baton_serve.services.common.lifecycle import Lifecycle
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.instance import stats_log
-from baton_serve.services.instance.ports import EngineStats
+from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.settings import InstanceSettings
 from baton_serve.services.instance.stats_log import StatsLog
 from tests.unit.instance.fakes import STATS

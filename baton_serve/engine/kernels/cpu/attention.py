@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, KV_CODES, KvStore, reads_cache
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float

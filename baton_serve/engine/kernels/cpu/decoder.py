@@ -9,7 +9,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.cpu.layers import GELU_TANH, KV_CODES, SILU, norm_kind, reads_cache
 from baton_serve.engine.kernels.cpu.linear import Matrix, PackedMatrix, as_argument
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, Norm
 from baton_serve.engine.kernels.mixers import InnerCheckpoints
 
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float

@@ -24,7 +24,7 @@ from baton_serve.engine.kernels.cpu.decoder import (
     LatentProjections,
 )
 from baton_serve.engine.kernels.cpu.linear import PANEL, Matrix, PackedHeads, can_pack, gated, pack, pack_codes
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Norm
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, Norm
 from baton_serve.engine.kernels.mixer_operations import LOG_RATE, NUM_SLOTS
 from baton_serve.engine.kernels.mixers import DeltaHeads, LatentRows, MixerShapes, PackedSequences
 from baton_serve.engine.kernels.operations import (
@@ -38,7 +38,7 @@ from baton_serve.engine.kernels.operations import (
     random_weight,
 )
 from baton_serve.engine.kernels.prover import Operation
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference import mixers as twin_mixers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention

@@ -20,8 +20,8 @@ from baton_serve.engine.kernels.cpu.linear import (
     pack,
     pack_codes,
 )
-from baton_serve.engine.kernels.metadata import Activations, Experts, Linear, Norm, Weight, no_work
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import Activations, Experts, Linear, Norm, Weight, no_work
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.experts import activated
 

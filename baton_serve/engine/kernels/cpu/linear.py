@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton_serve.engine.device import one_thread
-from baton_serve.engine.kernels.quantized import QuantizedWeight, code_bits, code_values
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, code_bits, code_values
 
 PANEL = 32
 """Number of outputs that lie together in a packed matrix."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.cpu.layers import DTYPE_CODES, SIGMOID, GateKernel, norm_kind
 from baton_serve.engine.kernels.cpu.linear import Matrix, PackedHeads
 from baton_serve.engine.kernels.cpu.recurrent import CpuRecurrentSteps, SlotState
-from baton_serve.engine.kernels.metadata import Norm, PackedWeight
+from baton_serve.engine.kernels.interfaces import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import (
     ChannelDeltaHeads,
     DeltaHeads,

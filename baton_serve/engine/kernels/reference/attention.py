@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels import kv_codes
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels import quantized_kv
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
 
 _MAX_SCORES = 1 << 24
 """Largest number of scores that are in memory at the same time; 64 MiB in float32."""
@@ -23,8 +23,8 @@ class ReferenceAttention:
         block_tokens = cache.shape[3]
         kept = meta.slots >= 0
         blocks, offsets = meta.slots[kept] // block_tokens, meta.slots[kept] % block_tokens
-        kv_codes.write(cache, 0, blocks, offsets, key[kept])
-        kv_codes.write(cache, 1, blocks, offsets, value[kept])
+        quantized_kv.write(cache, 0, blocks, offsets, key[kept])
+        quantized_kv.write(cache, 1, blocks, offsets, value[kept])
 
     def attend(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         contexts, tables = (
@@ -107,7 +107,7 @@ def _gather(cache: Tensor, tables: Tensor) -> tuple[Tensor, Tensor]:
     """Return (K, V) of the KV blocks `tables` [num_seqs, blocks], each float32 [num_seqs, num_kv_heads, tokens,
     head_dim].
     """
-    blocks = kv_codes.read(cache, tables.long())  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
+    blocks = quantized_kv.read(cache, tables.long())  # [num_seqs, blocks, 2, num_kv_heads, block_tokens, head_dim]
     keys, values = blocks.permute(2, 0, 3, 1, 4, 5).flatten(3, 4).unbind(0)
     return keys, values
 

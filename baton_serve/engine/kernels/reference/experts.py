@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels.metadata import Experts
-from baton_serve.engine.kernels.quantized import StackedWeight, dequantize
+from baton_serve.engine.kernels.interfaces import Experts
+from baton_serve.engine.kernels.quantized_weights import StackedWeight, dequantize
 
 
 def route(

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels import kv_codes, quantized
-from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, SlotRows, SlotWeights, Weight, no_work
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels import quantized_kv, quantized_weights
+from baton_serve.engine.kernels.interfaces import Activations, Linear, Norm, SlotRows, SlotWeights, Weight, no_work
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.reference.experts import mix, route
 
 __all__ = [
@@ -41,14 +41,14 @@ def pack(weight: Tensor | QuantizedWeight) -> Weight:
 def embed(token_ids: Tensor, weight: Weight, dtype: torch.dtype) -> Tensor:
     """Return rows of a quantized embedding table as numbers in plain torch, as `LayerKernels.embed` specifies."""
     assert isinstance(weight, QuantizedWeight)
-    return quantized.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
+    return quantized_weights.dequantize_rows(weight, token_ids.reshape(-1), dtype).view(*token_ids.shape, weight.inputs)
 
 
 def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
     """Return x [num_tokens, inputs] times the weight, plus the bias, in plain torch: [num_tokens, outputs]."""
     assert isinstance(x, Tensor)
     if isinstance(weight, QuantizedWeight):
-        return quantized.linear(x, weight, bias)
+        return quantized_weights.linear(x, weight, bias)
     assert isinstance(weight, Tensor)
     return functional.linear(x, weight, bias)
 
@@ -176,8 +176,8 @@ def rotary_store(
     query.copy_(_rotated(query, rotation, interleaved=interleaved))
     kept = slots >= 0
     blocks, offsets = slots[kept] // cache.shape[3], slots[kept] % cache.shape[3]
-    kv_codes.write(cache, 0, blocks, offsets, _rotated(key, rotation, interleaved=interleaved)[kept])
-    kv_codes.write(cache, 1, blocks, offsets, value[kept])
+    quantized_kv.write(cache, 0, blocks, offsets, _rotated(key, rotation, interleaved=interleaved)[kept])
+    quantized_kv.write(cache, 1, blocks, offsets, value[kept])
 
 
 def _rotated(x: Tensor, rotation: tuple[Tensor, Tensor], *, interleaved: bool) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from baton_serve.engine.kernels.metadata import Norm, PackedWeight
+from baton_serve.engine.kernels.interfaces import Norm, PackedWeight
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
 from baton_serve.engine.kernels.reference.layers import rms_norm
 from baton_serve.engine.kernels.reference.state_space import lightning, selective_scan, state_space

@@ -53,7 +53,7 @@ class Digits:
 
 def order_in_bytes(device: torch.device) -> Tensor:
     """Return, int64 [128], which input of a group stands at each place if four-bit codes are read byte by byte, first
-    all low nibbles, then all high ones (`quantized.pack_codes`).
+    all low nibbles, then all high ones (`quantized_weights.pack_codes`).
     """
     place = torch.arange(GROUP, device=device)
     half, byte = place // 64, place % 64

@@ -9,8 +9,8 @@ on this context only.
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import is_coded
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import latent
 from baton_serve.engine.kernels.triton.decode import decode

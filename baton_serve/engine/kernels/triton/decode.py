@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import is_coded
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.triton.codes import CODE_KINDS
 from baton_serve.engine.kernels.triton.decode_codes import attend_codes
 from baton_serve.engine.kernels.triton.softmax import (

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import is_coded
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
+from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.triton.decode import attend_split, combine, cut, most_splits, store_split
 from baton_serve.engine.kernels.triton.softmax import capped_scores, factor_of
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded, padded_head

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Experts
+from baton_serve.engine.kernels.interfaces import Experts
 from baton_serve.engine.kernels.triton import experts_row, experts_sorted
 from baton_serve.engine.kernels.triton.tiles import padded
 

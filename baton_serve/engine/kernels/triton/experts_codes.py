@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Experts
-from baton_serve.engine.kernels.quantized import StackedWeight
+from baton_serve.engine.kernels.interfaces import Experts
+from baton_serve.engine.kernels.quantized_weights import StackedWeight
 from baton_serve.engine.kernels.reference.experts import activated
 from baton_serve.engine.kernels.triton import experts as triton_experts
 from baton_serve.engine.kernels.triton.codes import code_operand

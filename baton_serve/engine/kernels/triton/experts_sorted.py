@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton_serve.engine.kernels.metadata import Experts
+from baton_serve.engine.kernels.interfaces import Experts
 from baton_serve.engine.kernels.triton.tiles import device_limits, padded
 
 

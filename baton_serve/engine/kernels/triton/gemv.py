@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Activations, Weight
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import Activations, Weight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import Digits
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.digit_products import digit_product

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
+from baton_serve.engine.kernels.quantized_kv import MAX_CODE_VALUE, is_coded
 from baton_serve.engine.kernels.triton.tiles import padded
 
 
@@ -115,7 +115,7 @@ def scale_of(largest_element, largest: tl.constexpr):
 @triton.jit
 def coded(rows, largest_element, cache, largest: tl.constexpr):
     """Quantize rows to the dtype of the cache. Return the codes, as float32 or as that dtype, before they are stored;
-    see `kv_codes.encode`.
+    see `quantized_kv.encode`.
     """
     divisor = scale_of(largest_element, largest).to(tl.float32)
     inverse = tl.where(divisor > 0, 1.0 / tl.where(divisor > 0, divisor, 1.0), 0.0)

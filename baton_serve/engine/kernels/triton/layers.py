@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import MAX_CODE_VALUE, is_coded
-from baton_serve.engine.kernels.metadata import Activations, Linear, Norm, Weight, no_work
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import Activations, Linear, Norm, Weight, no_work
+from baton_serve.engine.kernels.quantized_kv import MAX_CODE_VALUE, is_coded
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.reference import layers as twin
 from baton_serve.engine.kernels.reference.layers import embed
 from baton_serve.engine.kernels.triton import split_k as triton_split

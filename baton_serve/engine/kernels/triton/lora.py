@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine import device as devices
-from baton_serve.engine.kernels.metadata import GROUP_ROWS, SlotRows, SlotWeights
+from baton_serve.engine.kernels.interfaces import GROUP_ROWS, SlotRows, SlotWeights
 from baton_serve.engine.kernels.triton.tiles import device_limits, padded
 
 LARGEST_STEP = 256

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Norm
+from baton_serve.engine.kernels.interfaces import Norm
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, LatentRows, PackedSequences
 from baton_serve.engine.kernels.reference.mixers import multiply_heads, pack_heads
 from baton_serve.engine.kernels.triton.channel_delta import channel_delta_chunks

@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from baton_serve.engine.kernels.kv_codes import is_coded
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec
+from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.triton.softmax import (
     HIDDEN,
     LOG2E,

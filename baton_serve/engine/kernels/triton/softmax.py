@@ -35,7 +35,7 @@ def load_scales(  # noqa: PLR0913
     block_tokens: tl.constexpr,
     head_dim: tl.constexpr,
 ):
-    """Return the scales of the quantized keys of one head for the tokens `position`; see `kv_codes`."""
+    """Return the scales of the quantized keys of one head for the tokens `position`; see `quantized_kv`."""
     row = (block * block_rows + head * head_rows + block_tokens).to(tl.int64)
     return tl.load(scales + row * (head_dim // 2) + position % block_tokens, mask, other=0.0).to(tl.float32)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.errors import ModelError
-from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, StackedWeight
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import CheckpointFormat, DecodedWeight
 from baton_serve.engine.loading.quantization.layer_by_layer import Tensors, fits
 from baton_serve.engine.model.pipeline_stage import is_within

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.config import Fp8Dtype, Quantization
-from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_bits, code_values, pack_codes
+from baton_serve.engine.kernels.quantized_weights import Codebook, QuantizedWeight, code_bits, code_values, pack_codes
 
 GROUPS = (128, 64, 32)
 """Numbers of inputs per scale that all kernels support, the largest first."""

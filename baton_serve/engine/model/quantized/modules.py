@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.kernels import LayerKernels, QuantizedWeight, Weight
-from baton_serve.engine.kernels.quantized import concatenate
+from baton_serve.engine.kernels.quantized_weights import concatenate
 
 
 class EmptyLinear(nn.Linear):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels.quantized import (
+from baton_serve.engine.kernels.quantized_weights import (
     QuantizedWeight,
     StackedWeight,
     code_bits,

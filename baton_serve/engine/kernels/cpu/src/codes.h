@@ -1,5 +1,5 @@
 // K and V in one byte for each element: a code times a scale of its token and head, as in
-// baton_serve/engine/kernels/kv_codes.py. The scales of a head's tokens follow its codes in a block, in bf16. bf16 and float16
+// baton_serve/engine/kernels/quantized_kv.py. The scales of a head's tokens follow its codes in a block, in bf16. bf16 and float16
 // represent every code exactly.
 #pragma once
 

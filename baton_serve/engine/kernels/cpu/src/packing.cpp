@@ -30,7 +30,7 @@ int64_t pack_squares(const pair_word* const* rows, int64_t pairs, uint32_t* word
   return k;
 }
 
-constexpr int STRETCH = 128;  // inputs whose codes lie together in a row (baton_serve/engine/kernels/quantized.py)
+constexpr int STRETCH = 128;  // inputs whose codes lie together in a row (baton_serve/engine/kernels/quantized_weights.py)
 constexpr int LOW_WORDS = 16, HIGH_WORDS = 8;
 constexpr int64_t THREAD_CODES = 1 << 21;  // codes worth a thread: starting one on a busy host takes milliseconds
 

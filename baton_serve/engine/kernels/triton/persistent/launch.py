@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.kv_codes import is_coded
-from baton_serve.engine.kernels.metadata import AttentionMetadata, AttentionSpec, Linear, RowLayer
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, Linear, RowLayer
+from baton_serve.engine.kernels.quantized_kv import is_coded
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.persistent.kernel import layers_kernel
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 

@@ -1,8 +1,8 @@
 """Functions that the Triton products of quantized weights share: they decode words of codes, and collect the constants
 of a launch.
 
-With four and six bits, nibble `i` of a word is `16 * i` inputs behind its nibble 0 (`quantized`), so that one shift of
-a row of words gives runs of 16 neighbouring inputs. Twins: `quantized.numbers` and `quantized.dequantize`.
+With four and six bits, nibble `i` of a word is `16 * i` inputs behind its nibble 0 (`quantized_weights`), so that one
+shift of a row of words gives runs of 16 neighbouring inputs. Twins: `quantized_weights.numbers` and `dequantize`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import (
+from baton_serve.engine.kernels.quantized_weights import (
     HIGH_WORDS,
     LOW_WORDS,
     Codebook,

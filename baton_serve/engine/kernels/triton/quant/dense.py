@@ -1,6 +1,6 @@
 """Decode a whole quantized weight, for products so large that reading it twice costs little.
 
-Twin: `quantized.dequantize`.
+Twin: `quantized_weights.dequantize`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, table_of, values, word_arguments
 
 

@@ -4,8 +4,8 @@ are stored.
 For four-bit codes, the low nibble of a byte is a number of one operand, and its high nibble, as sixteen times (code -
 8), is a number of the other one, so that one mask serves four weights. The constants that this adds are subtracted from
 each group's sum with the sums of its inputs. The scales of a group, those of the weight and of the activations,
-multiply its sum. Long rows are cut over programs, and the parts are added in order. Twin: `quantized.linear` of the
-numbers that the digits represent (`triton.activation_digits.values_of`).
+multiply its sum. Long rows are cut over programs, and the parts are added in order. Twin: `quantized_weights.linear`
+of the numbers that the digits represent (`triton.activation_digits.values_of`).
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import GROUP, Digits
-from baton_serve.engine.kernels.triton.quant.tile import MAX_COUNTERS, counters_of, write_sums
+from baton_serve.engine.kernels.triton.quant.gemm import MAX_COUNTERS, counters_of, write_sums
 from baton_serve.engine.kernels.triton.tiles import narrowest_columns, padded
 
 MAX_TOKENS = {"int4": 16, "uint4": 16, "int8": 64}

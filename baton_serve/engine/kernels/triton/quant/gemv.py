@@ -1,4 +1,4 @@
-"""One row times a quantized weight. Its time is that of reading the weight once. Twin: `quantized.linear`.
+"""One row times a quantized weight. Its time is that of reading the weight once. Twin: `quantized_weights.linear`.
 
 Sums are float32. The constant in every four-bit number (and its zero) is subtracted from a group's sum, as that
 constant times the sum of the group's inputs, so that a weight costs a shift, a mask and a multiply-add.
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.codes import code_float
 from baton_serve.engine.kernels.triton.quant.codes import KINDS, offset_of, table_of, values, word_arguments
 

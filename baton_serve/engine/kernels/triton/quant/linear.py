@@ -1,12 +1,12 @@
-"""Decides by number of rows which kernel multiplies by a quantized weight. Twin: `quantized.linear`."""
+"""Decides by number of rows which kernel multiplies by a quantized weight. Twin: `quantized_weights.linear`."""
 
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.metadata import Activations
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.interfaces import Activations
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import Digits, split
 from baton_serve.engine.kernels.triton.quant.dense import dense
 from baton_serve.engine.kernels.triton.quant.digit_products import (
@@ -16,8 +16,8 @@ from baton_serve.engine.kernels.triton.quant.digit_products import (
     has_nibbles,
     takes_digits,
 )
+from baton_serve.engine.kernels.triton.quant.gemm import is_paired, tile_parts, tile_product
 from baton_serve.engine.kernels.triton.quant.gemv import row_product
-from baton_serve.engine.kernels.triton.quant.tile import is_paired, tile_parts, tile_product
 
 LONG_ROW = 8192
 """Row length from which rows of paired weights are cut over programs even for one token (measured at 4,096 and 14,336

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight, code_values, pack_codes
+from baton_serve.engine.kernels.quantized_weights import Codebook, QuantizedWeight, code_values, pack_codes
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors, one_of
 from baton_serve.engine.loading.quantization.checkpoints.fp8 import spread
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, dequantize, pack_codes
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, StackedWeight, dequantize, pack_codes
 
 StoredTensors = Mapping[str, Tensor]
 """The stored tensors of one layer, by the ends of their names."""

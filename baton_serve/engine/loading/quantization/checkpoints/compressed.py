@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels.quantized import QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import (
     DecodedWeight,
     StoredTensors,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.engine.errors import UnsupportedModelError
-from baton_serve.engine.kernels.quantized import Codebook, QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import Codebook, QuantizedWeight
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors, one_of
 
 FLOAT8: dict[torch.dtype, Codebook] = {torch.float8_e4m3fn: "fp8_e4m3", torch.float8_e5m2: "fp8_e5m2"}

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import STRETCH, QuantizedWeight, concatenate, pack_codes
+from baton_serve.engine.kernels.quantized_weights import STRETCH, QuantizedWeight, concatenate, pack_codes
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors
 
 GROUP = 32

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight, pack_codes
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, StackedWeight, pack_codes
 from baton_serve.engine.loading.quantization.checkpoints.checkpoint_format import DecodedWeight, StoredTensors
 
 BIAS = 127

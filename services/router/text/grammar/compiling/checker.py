@@ -230,8 +230,8 @@ class GrammarChecker:
         """Return the error message for the number of the signal that ended a compilation. Raises `_LostError` for a
         signal that says nothing about the grammar, such as SIGKILL.
         """
-        # `process` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from outside, for
-        # example from the kernel's OOM killer, and say nothing about the grammar.
+        # `limited_compiler` and the kernel send these signals for exceeded limits. SIGKILL and SIGTERM come from
+        # outside, for example from the kernel's OOM killer, and say nothing about the grammar.
         match number:
             case signal.SIGKILL | signal.SIGTERM:
                 raise _LostError

@@ -44,12 +44,12 @@ from baton_serve.services.instance.drain.drain_state import DrainController
 from baton_serve.services.instance.engine_commands import EngineCommands
 from baton_serve.services.instance.errors import InstanceError, StartFailed
 from baton_serve.services.instance.health import HealthStatus, create_app
-from baton_serve.services.instance.instance_model import Addresses, InstanceModel
 from baton_serve.services.instance.metrics import EmbeddingMetrics, EngineCollector, TransferMetrics
-from baton_serve.services.instance.model_assembly import ModelConnections, ProcessParts
+from baton_serve.services.instance.model_parts import ModelConnections, ProcessParts
 from baton_serve.services.instance.nodes.agreement import check_nodes
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
 from baton_serve.services.instance.registration import Registration
+from baton_serve.services.instance.replaceable_model import Addresses, InstanceModel
 from baton_serve.services.instance.request_server import RoleHandler
 from baton_serve.services.instance.role_interface import MakeHandler, RoleDependencies
 from baton_serve.services.instance.settings import InstanceSettings, instance_id, model_names

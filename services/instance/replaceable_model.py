@@ -28,7 +28,7 @@ from baton_serve.services.common.rpc.instance_link import RouterId
 from baton_serve.services.instance.addresses import advertised, shared_memory_host
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import InstanceError
-from baton_serve.services.instance.model_assembly import AnyEngineThread, ModelConnections, ModelParts, ProcessParts
+from baton_serve.services.instance.model_parts import AnyEngineThread, ModelConnections, ModelParts, ProcessParts
 from baton_serve.services.instance.request_server import Identity
 from baton_serve.services.instance.role_interface import InstanceService
 from baton_serve.services.instance.settings import InstanceSettings, model_names

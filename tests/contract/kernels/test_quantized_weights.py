@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from baton_serve.engine.config import Quantization
-from baton_serve.engine.kernels import quantized
-from baton_serve.engine.kernels.quantized import code_values, dequantize, dequantize_rows, pack_codes, unpack_codes
+from baton_serve.engine.kernels import quantized_weights
+from baton_serve.engine.kernels.quantized_weights import (
+    code_values,
+    dequantize,
+    dequantize_rows,
+    pack_codes,
+    unpack_codes,
+)
 from baton_serve.engine.model.quantized.formats import Scheme, quantize, scheme
 
 WORST = {
@@ -84,4 +90,4 @@ def test_the_twin_multiplies_by_the_dequantized_weight() -> None:
     made = quantize(torch.randn(8, 64), scheme_of("asym_int4"))
     assert made is not None
     x, bias = torch.randn(3, 64), torch.randn(8)
-    torch.testing.assert_close(quantized.linear(x, made, bias), x @ dequantize(made).t() + bias)
+    torch.testing.assert_close(quantized_weights.linear(x, made, bias), x @ dequantize(made).t() + bias)

@@ -11,7 +11,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import QuantizedWeight, StackedWeight
+from baton_serve.engine.kernels.quantized_weights import QuantizedWeight, StackedWeight
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,13 +34,13 @@ class _Running:
     """The field is None until the batch is locked."""
 
 
-class BatchRunner:
+class BatchScheduler:
     """Looks for batches in the folder and runs them, from `start` to `close`. `main` owns it. Use it on the event loop
     only.
     """
 
     def __init__(self, ports: RunPorts, *, clock: Callable[[], float]) -> None:
-        """Create the runner without starting it. `clock` is monotonic."""
+        """Create the scheduler without starting it. `clock` is monotonic."""
         self._ports = ports
         self._clock = clock
         self._running: dict[str, _Running] = {}
@@ -68,7 +68,7 @@ class BatchRunner:
         for running in self._running.values():
             if running.run is not None:
                 running.run.stop()
-        # Not cancelled: each writes its results first. The owner of this runner bounds the time (`Lifecycle`).
+        # Not cancelled: each writes its results first. The owner of this scheduler bounds the time (`Lifecycle`).
         if self._tasks:
             await asyncio.wait(self._tasks)
 

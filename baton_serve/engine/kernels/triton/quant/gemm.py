@@ -3,7 +3,7 @@
 The weight is the left operand, [outputs, inputs] x [inputs, tokens]: devices that multiply from registers can use
 freshly decoded numbers there. A group's scale multiplies its sum, so that codes enter the product exactly. Long rows
 are cut over programs and the parts are added in order, so that a result does not depend on the other rows of its tile.
-Twin: `quantized.linear`.
+Twin: `quantized_weights.linear`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton_serve.engine.kernels.quantized import STRETCH, QuantizedWeight
+from baton_serve.engine.kernels.quantized_weights import STRETCH, QuantizedWeight
 from baton_serve.engine.kernels.triton.codes import code_operand
 from baton_serve.engine.kernels.triton.quant.codes import (
     KINDS,

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from baton_serve.contracts.block_layout import KVLayout
-from baton_serve.engine.kernels import AttentionSpec, kv_codes
+from baton_serve.engine.kernels import AttentionSpec, quantized_kv
 from baton_serve.engine.kernels.reference import layers as reference_layers
 from baton_serve.engine.kernels.reference.attention import ReferenceAttention
 from baton_serve.engine.kernels.triton import layers as triton_layers
@@ -33,7 +33,7 @@ def coded_cache(batch: Batch, dtype: torch.dtype) -> Tensor:
     blocks = torch.arange(num_blocks, device=DEVICE).repeat_interleave(block_tokens)
     offsets = torch.arange(block_tokens, device=DEVICE).repeat(num_blocks)
     for plane in (0, 1):
-        kv_codes.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
+        quantized_kv.write(cache, plane, blocks, offsets, content[blocks, plane, :, offsets])
     return cache
 
 
@@ -43,7 +43,7 @@ def copy_of(cache: Tensor) -> Tensor:
 
 
 def everything(cache: Tensor) -> Tensor:
-    return kv_codes.read(cache, torch.arange(cache.shape[0], device=DEVICE))
+    return quantized_kv.read(cache, torch.arange(cache.shape[0], device=DEVICE))
 
 
 def assert_nearly_all_equal(left: Tensor, right: Tensor) -> None:
@@ -55,13 +55,13 @@ def assert_nearly_all_equal(left: Tensor, right: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_comes_back_within_its_codes_spacing(dtype: torch.dtype) -> None:
     rows = torch.randn(50, 3, 64) * torch.rand(50, 3, 1) * 1000
-    codes, scales = kv_codes.encode(rows, dtype)
+    codes, scales = quantized_kv.encode(rows, dtype)
     error = (codes.float() * scales.float()[..., None] - rows).abs().amax(-1)
     assert (error <= rows.abs().amax(-1) * SPACING[dtype] / 2 * 1.05).all()
 
 
 def test_a_row_of_zeros_stays_one() -> None:
-    codes, scales = kv_codes.encode(torch.zeros(1, 1, 16), torch.int8)
+    codes, scales = quantized_kv.encode(torch.zeros(1, 1, 16), torch.int8)
     assert not codes.any() and not scales.any()
 
 
@@ -72,7 +72,7 @@ def test_triton_stores_what_the_twin_stores(dtype: torch.dtype) -> None:
     by_triton, by_twin = copy_of(before), copy_of(before)
     TRITON.store(batch.key, batch.value, by_triton, batch.meta)
     TWIN.store(batch.key, batch.value, by_twin, batch.meta)
-    assert torch.equal(kv_codes.scales_of(by_triton), kv_codes.scales_of(by_twin))
+    assert torch.equal(quantized_kv.scales_of(by_triton), quantized_kv.scales_of(by_twin))
     assert_nearly_all_equal(by_triton, by_twin)
 
 
@@ -87,7 +87,7 @@ def test_rotary_store_stores_what_the_twin_stores(dtype: torch.dtype, rotary_dim
         kernels.rotary_store(
             batch.query.clone(), batch.key, batch.value, (angle.cos(), angle.sin()), cache, batch.meta.slots
         )
-    assert torch.equal(kv_codes.scales_of(by_triton), kv_codes.scales_of(by_twin))
+    assert torch.equal(quantized_kv.scales_of(by_triton), quantized_kv.scales_of(by_twin))
     assert_nearly_all_equal(by_triton, by_twin)
     assert not torch.equal(everything(by_triton), everything(before))
 
@@ -138,7 +138,7 @@ def test_a_context_of_several_splits_is_merged() -> None:
 def test_float16_queries_keep_the_range_of_small_scales() -> None:
     batch = random_batch([1], [70], heads=4, kv_heads=2, head_dim=16, dtype=torch.float16)
     cache = coded_cache(batch, torch.float8_e4m3fn)
-    kv_codes.scales_of(cache)[:, 1] *= 1e-4
+    quantized_kv.scales_of(cache)[:, 1] *= 1e-4
     result = TRITON.attend(batch.query, cache, batch.meta, AttentionSpec(0.25))
     expected = TWIN.attend(batch.query, cache, batch.meta, AttentionSpec(0.25))
     torch.testing.assert_close(result, expected, rtol=2e-2, atol=1e-6)
