@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tools import files_page
-from tools.files_page import build, first_sentence, leading_comment, page_files
+from tools.files_page import build, first_sentence, leading_comment, page_files, settings_in
 
 
 def test_the_page_is_what_the_files_say() -> None:
@@ -58,3 +58,9 @@ def test_a_sentence_ends_before_a_capital_letter_or_a_code_name(text: str, sente
 )
 def test_the_comment_at_the_top_of_a_source_is_read(source: str, comment: str | None) -> None:
     assert leading_comment(source) == comment
+
+
+def test_settings_are_fields_with_defaults() -> None:
+    fields = ("KEPT: ClassVar = 1", "name: str", "size: int = 1", "wait_s: Annotated[float, Meta()] = 2.0")
+    source = "LINES: int = 3\nclass Limits(Struct):\n" + "".join(f"    {field}\n" for field in fields)
+    assert settings_in(source) == ["size", "wait_s"]
