@@ -1,4 +1,5 @@
-"""The entry point of this package: `TransferNode`, which each instance process owns.
+"""The class `TransferNode`, by which an instance process publishes, fetches and releases blocks; it assembles consumer
+and producer side.
 
 A node belongs to one event loop and may be used from its thread only. It owns its sockets, threads and mappings, but
 never the blocks.

@@ -1,4 +1,4 @@
-"""Configures logging: one event per line on stderr, as text with `key=value` fields or as JSON.
+"""Decides the form of log lines (text or JSON, levels, request ids), as one event per line on stderr.
 
 Modules log with `logging.getLogger(__name__)`; only the `main` of a process calls `configure_logs`. Inside
 `request_logs` each line carries the request's id; a callback that runs outside of it passes the id as

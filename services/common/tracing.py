@@ -1,4 +1,5 @@
-"""Spans, which record how a request spends its time in each process, connected by the W3C trace context.
+"""Decides whether and how a process sends trace spans (`--otlp-traces-endpoint`), and passes on the W3C trace
+context.
 
 `Tracing` and `Span` only pass the context on, so that a process without tracing does not interrupt a trace. With
 --otlp-traces-endpoint OpenTelemetry is loaded (`services.common.opentelemetry_tracing`). Times are moments of

@@ -1,4 +1,4 @@
-"""Starts the processes of a local cluster, either as new programs or as forks of a server that has imported torch.
+"""Starts the processes of a local cluster: as new programs, or as forks of a server that has imported torch.
 
 `import torch` takes 1.5 CPU seconds in each instance, and transformers, for models that need it, 3 more. A fork has
 both already. Forks are used on CPUs only: nobody has tested on a card whether the runtime of an accelerator survives a

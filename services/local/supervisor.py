@@ -1,4 +1,4 @@
-"""Supervises the processes of a local cluster: the router, and the instances behind it.
+"""Starts, watches and stops a local cluster, and decides when it is ready, a process is hung, or all must end.
 
 It runs no model and no server itself. Whether the cluster is ready is read from the router's /health.
 """

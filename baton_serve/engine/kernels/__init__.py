@@ -1,4 +1,4 @@
-"""The engine's kernels. Each kind has an interface, a backend for each type of device, and a plain-torch twin that
+"""Kernels of the engine: each kind has an interface, a backend for each type of device, and a plain-torch twin that
 specifies the right result.
 """
 

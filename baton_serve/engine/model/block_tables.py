@@ -1,4 +1,4 @@
-"""Keeps the block table of each batch slot: a row on the host, and its copy on the device.
+"""Keeps the block table of each batch slot on the host, and decides when its copy on the device is updated.
 
 Each cache group has a table of its own. Blocks that were freed in groups with a sliding window become block 0. A row is
 rewritten when its version changes. Changes are sent to the device in one upload, and only by steps that read

@@ -1,4 +1,5 @@
-"""Accepts connections while slots and file descriptors are free; which, is decided in `connection_slots.py`.
+"""Accepts connections while slots and file descriptors are free; which one is closed for a new one,
+`connection_slots.py` decides.
 
 `bind_tcp` creates the TCP sockets on which processes listen.
 """

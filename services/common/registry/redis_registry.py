@@ -1,4 +1,4 @@
-"""The registry in Redis, for clusters on several hosts or with several routers.
+"""The registry in Redis: records with a TTL, and how long routers keep them while Redis is out of reach.
 
     baton:instance:<id>     a record (MessagePack) with a TTL
     baton:instances         the set of all ids

@@ -1,4 +1,4 @@
-"""A rank of an instance other than 0, whose command line has a socket's descriptor and the id of rank 0's process.
+"""Runs the process of a rank other than 0 that also moves its part of KV blocks.
 
 It executes the commands of rank 0's engine, as `engine.parallel.tp_worker` alone does, and moves its part of KV blocks
 between instances.

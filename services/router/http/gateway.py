@@ -1,5 +1,5 @@
-"""Check each request before its endpoint: API key, paths without key, SLO headers, request id; answer errors in the
-API's shape.
+"""Check each request before its endpoint: API key, paths without key, middleware, SLO headers, request id; answer
+errors in the API's shape.
 
 It is plain ASGI, because it handles every request. `main` wraps it in CORS, middleware and the check of the host.
 """

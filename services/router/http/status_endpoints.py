@@ -1,4 +1,5 @@
-"""Serve /health, /ping, /metrics, /recent, /tokenize and /detokenize; metrics are counted in `requests/metrics.py`.
+"""Serve /health, /ping, /metrics, /version, /recent, /tokenize and /detokenize; metrics are counted in
+`requests/metrics.py`.
 
 None of these endpoints sends work to an instance.
 """

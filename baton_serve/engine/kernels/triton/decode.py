@@ -1,5 +1,5 @@
-"""Decode attention: one query token for each sequence. The context is cut into splits, whose partial results are
-combined.
+"""Decode attention (split KV, flash decoding): one query token for each sequence, and the merge of the splits of its
+context. The context is cut into splits, whose partial results are combined.
 
 The cut of a sequence depends on its own context, and with one-byte K and V also on the batch size (`triton.tiles`), but
 not on the contexts of other sequences. Programs iterate over (sequence, split, KV head) items that they derive from

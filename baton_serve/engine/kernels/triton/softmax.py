@@ -1,4 +1,5 @@
-"""Arithmetic that prefill and decode share: scores, the running softmax, and the place of a tile in the cache.
+"""Device code that prefill and decode attention share: scores, running softmax, and the place of a tile in the
+cache.
 
 Device code only; it knows nothing of launches or tile sizes. Peaks are kept in units of log2, so that exp2 can be used.
 Addresses are counted in rows of head_dim elements: an int32 then spans half a terabyte of bf16 heads of 128.

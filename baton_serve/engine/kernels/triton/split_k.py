@@ -1,4 +1,5 @@
-"""A product of a few rows whose sums are cut along the inputs, and the norm that adds up the parts as it reads them.
+"""Multiplies a few rows by a weight with sums cut along the inputs (split-K), and adds the parts in the
+following norm.
 
 With few rows every weight is read once, so that the number of programs that read at a time determines the speed. A
 library that cuts the sums of such a product adds them in a separate pass; here the norm does it. Twin: `rms_norm` of

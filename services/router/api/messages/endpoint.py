@@ -1,4 +1,4 @@
-"""Serve `POST /v1/messages` and `/v1/messages/count_tokens`: Anthropic's Messages API."""
+"""Serve `POST /v1/messages` and `/v1/messages/count_tokens` (Anthropic), and decide their events and stop reasons."""
 
 import secrets
 from collections.abc import Sequence

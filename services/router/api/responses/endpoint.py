@@ -1,4 +1,6 @@
-"""Serve `POST /v1/responses` and `/v1/responses/input_tokens`: OpenAI's Responses API."""
+"""Serve `POST /v1/responses` and `/v1/responses/input_tokens` (OpenAI), and decide their events, and what may run in
+the background.
+"""
 
 import secrets
 from collections.abc import Mapping, Sequence
