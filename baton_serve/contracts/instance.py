@@ -135,6 +135,8 @@ class InstanceRecord(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[AdapterRecord] = []
     reads_images: bool = False
     """True if the instance has a vision tower. Only such instances compute prompts with images."""
+    finds_unsent_images: bool = False
+    """True if prompts may be sent without the images whose KV is cached here (`Work.num_unsent_tokens`)."""
     embedding_layout: KVLayout | None = None
     """The layout of image embeddings that the instance can fetch; None if it computes no prompts with images. An encode
     instance has it as `layout`."""

@@ -79,6 +79,9 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
     tenant_root: BlockHash = BlockHash(b"")
     """The root that all prompts of a tenant have, if `root` is that of one prompt (`block_hash.prompt_root`). Instances
     keep images under it. Empty: `root`."""
+    num_unsent_tokens: int = 0
+    """The files of images that lie within this many leading tokens are not sent, since the router knows that the KV of
+    these tokens is cached. If it is not any more, the request fails, and the router sends it with all files."""
     num_bidirectional_tokens: int = 0
     """Number of leading tokens that attend to each other in both directions, for models whose prompts do; 0: all of the
     prompt. It is less than `num_prompt_tokens` in a beam search, in which generated tokens count as prompt."""
@@ -133,7 +136,8 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
     to the decode worker `ticket.sink`.
 
     Without a ticket nothing is handed off: the request ends with its first token. `images` has each image file of
-    `work.media` once, in any order; `embeddings` says from where some of them can be fetched already encoded.
+    `work.media` once, in any order, except those of `work.num_unsent_tokens`; `embeddings` says from where some of them
+    can be fetched already encoded.
     """
 
     work: Work

@@ -156,6 +156,7 @@ class InstanceModel:
             draining=self.serving.is_draining,
             adapters=model.adapters(),
             reads_images=isinstance(engine, Engine) and engine.image_reader is not None,
+            finds_unsent_images=isinstance(engine, Engine),
             embedding_layout=_embedding_layout(engine),
             can_generate=isinstance(engine, Engine),
             wrong_kernels=list(dict.fromkeys(verdict.operation for verdict in model.wrong_kernels())),

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -15,8 +15,12 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer
 
+from baton_serve.contracts.instance import Role
+from baton_serve.contracts.messages import Generate, Prefill
 from baton_serve.engine import EngineConfig
 from baton_serve.engine.model.vision.tower import load_tower
+from baton_serve.services.instance.attempt_table import AttemptEntry
+from baton_serve.services.instance.request_server import RoleHandler, RoleMessage
 from tests.e2e.cluster import Cluster
 from tests.e2e.in_process import served
 from tests.e2e.test_families import until_ready
@@ -95,6 +99,40 @@ def test_tokens_equal_transformers(llava: Path, transport: str) -> None:
     assert cached[1] < IMAGE_TOKENS < cached[3]
     sizes = [answer["usage"]["prompt_tokens"] for answer in answers]
     assert sizes[0] == sizes[1] == sizes[4] + IMAGE_TOKENS
+
+
+@pytest.mark.parametrize("roles", [["prefill", "decode"], ["unified"]])
+def test_images_of_earlier_turns_are_sent_again_only_if_their_kv_is_gone(llava: Path, roles: list[Role]) -> None:
+    """In the third turn it is evicted after the router has looked: the answer is the same, after one more message."""
+    content = CHATS["two images"]
+    turns: list[Content] = [content, [*content, " And now?"], [*content, " And then?"]]
+    sent: list[int] = []
+
+    def wrap(role: Role, handler: RoleHandler) -> RoleHandler:
+        serve = handler.serve
+
+        async def recorded(request: AttemptEntry, message: RoleMessage) -> None:
+            if isinstance(message, Prefill | Generate):
+                sent.append(len(message.images))
+                if len(sent) == 3:
+                    await cast(Any, handler)._engine.call(lambda engine: engine.reset_prefix_cache())
+            await serve(request, message)
+
+        cast(Any, handler).serve = recorded
+        return handler
+
+    async def ask() -> list[dict[str, Any]]:
+        async with asyncio.timeout(60), served(llava, transport="usm", roles=roles, wrap=wrap) as client:
+            await until_ready(client, len(roles))
+            answers = []
+            for turn in turns:
+                answers.append(await chat(client, turn))
+                await asyncio.sleep(0.3)  # until the router knows which blocks are cached
+            return answers
+
+    answers = asyncio.run(ask())
+    assert [tokens_of(answer) for answer in answers] == expected(llava, turns)
+    assert sent == [2, 0, 0, 2]
 
 
 def test_embeddings_of_a_client(llava: Path) -> None:

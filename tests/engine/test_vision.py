@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlavaNextProcessor
 
-from baton_serve.contracts.identity import BlockHash
+from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision.llava import PINPOINTS
 from baton_serve.contracts.vision.llava import Llava as LlavaFamily
@@ -243,6 +243,52 @@ def test_preempted_where_they_are_not_no_answer_is_wrong(llava: Llava) -> None:
             assert reported == llava.answers[number][: len(reported)]
             assert len(reported) == COUNT or name in failed
         assert sink.stats().free_blocks == sink.stats().total_blocks
+
+
+def test_images_whose_kv_is_cached_need_not_be_sent(llava: Llava) -> None:
+    """If the KV is not there any more the request fails, and the router sends it with all images."""
+    prompt: list[Piece] = [*TEXT[:21], picture(3), picture(4), *TEXT[30:50]]
+    wanted = Reference(llava.folder).answer(prompt, COUNT)
+    with reader(llava.folder, block_size=4) as engine:
+        first, second = work_of(engine, "x", prompt).media
+
+        def ask(name: str, sent: Sequence[Piece], num_unsent_tokens: int) -> None:
+            work = msgspec.structs.replace(work_of(engine, name, prompt), num_unsent_tokens=num_unsent_tokens)
+            add(engine, work, sent)
+
+        ask("all", prompt, 0)
+        assert run(engine)["all", 0] == wanted
+        with pytest.raises(RequestError, match="was not sent"):
+            ask("too few", [], second.end - 1)
+        ask("the second", [picture(4)], first.end)
+        ask("none", [], second.end)
+        assert run(engine) == {("the second", 0): wanted, ("none", 0): wanted}
+        assert engine.reset_prefix_cache()
+        ask("evicted", [picture(4)], first.end)
+        failed: list[tuple[str, str]] = []
+        assert run(engine, lambda result: failed.extend((f.request_id, f.code) for f in result.failed)) == {}
+        assert failed == [("evicted", "overloaded")]
+        assert engine.stats().free_blocks == engine.stats().total_blocks
+
+
+def test_preempted_without_their_images_no_answer_is_wrong(llava: Llava) -> None:
+    """A preempted sequence goes on from its cached blocks, or fails if they are gone."""
+    prompts = {"one": (ONE, 0), "other": (OTHER, 1)}
+    with reader(llava.folder, num_gpu_blocks_override=22, max_model_len=80, block_size=4) as engine:
+        for name, (prompt, _) in prompts.items():
+            add(engine, work_of(engine, f"{name} before", prompt, max_tokens=1), prompt)
+        run(engine)
+        for name, (prompt, _) in prompts.items():
+            work = work_of(engine, name, prompt)
+            add(engine, msgspec.structs.replace(work, num_unsent_tokens=work.media[0].end), [])
+        failed: list[str] = []
+        answers = run(engine, lambda result: failed.extend(f.request_id for f in result.failed))
+        assert engine.stats().preemptions > 0
+        for name, (_, number) in prompts.items():
+            answer = answers.get((RequestId(name), 0), [])
+            assert answer == llava.answers[number][: len(answer)]
+            assert len(answer) == COUNT or name in failed
+        assert engine.stats().free_blocks == engine.stats().total_blocks
 
 
 def begin(source: Engine, sink: Engine, work: Work, prompt: Sequence[Piece]) -> Answers:

@@ -90,7 +90,10 @@ class Request:
     is_source_published: bool = False
     """True once the blocks of the source were reported as completed."""
     has_images: bool = False
-    """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed."""
+    """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed behind
+    the first `num_unsent_tokens`."""
+    num_unsent_tokens: int = 0
+    """Number of leading tokens with images that were not sent, because their KV was cached."""
     answer_shift: int = field(init=False)
     """The position of a generated token minus its index."""
 
@@ -105,9 +108,9 @@ class Request:
 
     @property
     def num_image_prefix_tokens(self) -> int:
-        """Return how many leading tokens of the prompt cannot be computed here because the images among them are on
-        another instance; 0 if the images are here."""
-        return 0 if self.has_images else end_of(self.work.media)
+        """Return how many leading tokens of the prompt cannot be computed here because images among them are on another
+        instance or were not sent; 0 if all images are here."""
+        return self.num_unsent_tokens if self.has_images else end_of(self.work.media)
 
     @property
     def must_await_first_tokens(self) -> bool:

@@ -240,7 +240,7 @@ class Cluster:
         self._turn += 1
         routable_workers = self.routable_workers().serving(model, lora, has_images=has_images).with_allowed_traffic(now)
         encoders = ready_encoders(self._workers.values(), embeddings, self.index, now) if has_images else []
-        candidates = routable_workers.candidates(block_hashes, self.index, now, needs_held=bool(encoders))
+        candidates = routable_workers.candidates(block_hashes, self.index, now, needs_held=has_images)
         is_asleep = not candidates and any(
             worker.record.sleeping and (model is None or serves_model(worker.record, model))
             for worker in self._workers.values()

@@ -144,6 +144,8 @@ class WorkerState:
     """Blocks of requests that were placed after the last load report, which therefore counts them as free."""
     unreported_images: int = 0
     """Images that this router has sent there to be encoded since the last load report."""
+    needs_images_until: float = 0.0
+    """Until then all images are sent there, since KV that it had reported as cached was evicted when it was needed."""
     foreign_tokens: int = 0
     """Prompt tokens that other routers have queued there, according to the last report."""
     foreign_sequences: int = 0

@@ -1,10 +1,12 @@
-"""Chooses the encode instances that encode the images, videos and audio of a prompt. Pure.
+"""Chooses the encode instances that encode the images, videos and audio of a prompt, and the files that need not be
+sent. Pure.
 
 A file goes to the instance that has its embeddings, or else to the one with the fewest images to encode. Files whose KV
-is cached where the prompt is computed are not encoded at all.
+is cached where the prompt is computed are not encoded at all, nor sent there.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -62,3 +64,22 @@ def assign_images(
         queued[chosen] += 0 if holders else len(digests)
         found.setdefault(chosen, []).extend(digests)
     return {instance: tuple(digests) for instance, digests in found.items()}
+
+
+class SentImages(NamedTuple):
+    """The files that are sent with a prompt, and how many leading tokens the others lie within
+    (`Work.num_unsent_tokens`)."""
+
+    images: list[bytes]
+    num_unsent_tokens: int = 0
+
+
+def images_to_send(
+    images: Sequence[bytes], files: Sequence[Sequence[bytes]], media: Sequence[MediaSpan], *, num_cached: int
+) -> SentImages:
+    """Return the files of a prompt that the instance needs which computes it and has the KV of its first `num_cached`
+    tokens. `files` has the digests of each file's spans, none for a file that is always sent.
+    """
+    needed = {span.digest for span in media if span.end > num_cached}
+    sent = [image for image, own in zip(images, files, strict=True) if not own or not needed.isdisjoint(own)]
+    return SentImages(sent, num_cached) if len(sent) < len(images) else SentImages(sent)

@@ -89,6 +89,8 @@ class Attempt(msgspec.Struct, eq=False):
     """Arrival of the first token from `prefill`, by sequence, until the second one arrives from `decode`."""
     encoders: list[WorkerState] = []
     """The encode instances that were sent images of the prompt."""
+    omits_images: bool = False
+    """Images whose KV is cached where the prompt is computed were not sent."""
     leases: list[Lease] = []
     """The load that is counted on the workers until `end` releases it."""
 

@@ -257,6 +257,12 @@ class RequestLifecycle:
         if failed.code in ("invalid", "too_long"):
             self.fail(BadRequestError(failed.message, code=failed.code))
             return
+        if failed.code == "overloaded" and attempt.omits_images:
+            # The instance works, but has evicted the KV of these images before it was used: send them.
+            self._attempts.need_images(attempt)
+            self._attempts.prefer_decode_of(attempt, culprit=instance)
+            self._replay(attempt, failure_error(failed), delay_s=0.0, is_counted=False)
+            return
         # A decode worker that could not fetch the blocks names the instance that it tried to fetch them from.
         culprit = failed.lost if failed.lost is not None else instance
         is_first_failure = self._attempts.avoid(culprit)

@@ -13,6 +13,7 @@ from baton_serve.contracts.messages import ErrorCode, Work
 from baton_serve.contracts.wire import WireError
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.cluster.worker_state import WorkerState
+from baton_serve.services.router.placement.encode_workers import SentImages, images_to_send
 from baton_serve.services.router.placement.policy import Candidate, Demand, NoCapacity, Placement, place
 from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.requests.attempt import (
@@ -29,6 +30,10 @@ from baton_serve.services.router.requests.prompt_request import (
     RequestTiming,
 )
 from baton_serve.services.router.text.token_sequence import TokenSequence
+
+ALL_IMAGES_S = 60.0
+"""Time for which an instance gets all images, in seconds, after it had to be sent one whose KV it had reported as
+cached."""
 
 
 class RequestAttempts:
@@ -252,6 +257,10 @@ class RequestAttempts:
     def _send(self, attempt: Attempt, placement: Placement, work: Work, block_hashes: PromptBlockHashes) -> None:
         """Send the messages of a new attempt to its instances. If this raises, the caller ends the attempt."""
         plan = placement.final_worker.pull
+        sent = self._images_to_send(attempt, placement.final_worker)
+        if sent.num_unsent_tokens:
+            attempt.omits_images = True
+            work = msgspec.structs.replace(work, num_unsent_tokens=sent.num_unsent_tokens)
         encodings = self._encodings(attempt, placement, block_hashes, work.timeout_s)
         attempt.start(
             work,
@@ -260,7 +269,7 @@ class RequestAttempts:
             # A handoff must not run longer than the request itself.
             handoff_timeout_s=min(self._policy.handoff_timeout_s, work.timeout_s),
             pull_from=self._cluster.worker(plan.source) if plan is not None else None,
-            images=self._request.images,
+            images=sent.images,
             encodings=encodings,
         )
         until = self._clock() + self._policy.expected_blocks_ttl_s
@@ -275,6 +284,30 @@ class RequestAttempts:
                 checkpoints = _expected_checkpoints(hashes, worker.record.layout, placement.final_worker.branches)
                 hashes = [*hashes, *checkpoints]
             self._record_sent(attempt, worker, hashes)
+
+    def _images_to_send(self, attempt: Attempt, candidate: Candidate) -> SentImages:
+        """Return the images that are sent to the instance that computes the prompt: all of them, unless it has reported
+        that their KV is cached.
+        """
+        request, worker = self._request, attempt.prefill or attempt.decode
+        assert worker is not None
+        # Asking for the logprobs of a prompt forbids cached blocks. A replay may follow from missing images.
+        is_read_again = self._num_started > 1 or request.sampling.prompt_logprobs is not None or request.source_tokens
+        if is_read_again or not worker.record.finds_unsent_images or self._clock() < worker.needs_images_until:
+            return SentImages(list(request.images))
+        # The last token is always computed, and so is its block.
+        block_tokens = candidate.layout.block_tokens
+        last_block = (len(request.token_ids) - 1) // block_tokens * block_tokens
+        num_cached = min(candidate.held_tokens, last_block)
+        return images_to_send(request.images, request.files, request.media, num_cached=num_cached)
+
+    def need_images(self, attempt: Attempt) -> None:
+        """Send all images to the instance that computed the prompt of an attempt, for some time: it had evicted their
+        KV.
+        """
+        worker = attempt.prefill or attempt.decode
+        if worker is not None:
+            worker.needs_images_until = self._clock() + ALL_IMAGES_S
 
     def _encodings(
         self, attempt: Attempt, placement: Placement, block_hashes: PromptBlockHashes, timeout_s: float

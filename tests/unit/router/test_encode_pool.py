@@ -1,5 +1,7 @@
 """Images of a prompt go to encode instances, and their embeddings are named in the message to prefill."""
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -91,6 +93,40 @@ def test_images_whose_kv_is_cached_are_sent_to_nobody(
         again = await ask(router, "ab", A, "and some text behind it", B)
         assert [one.digests for one in again.embeddings] == [[digest_of(B)]]
         assert again.images == [A, B]
+
+    see(scenario)
+
+
+def test_files_whose_kv_is_cached_are_not_sent_and_come_if_it_was_evicted(
+    see: Callable[[Callable[[Router], Awaitable[None]]], None],
+) -> None:
+    """Then the instance gets all files for a while, and nobody is blamed."""
+
+    async def scenario(router: Router) -> None:
+        (worker,) = [one for one in router.cluster.workers() if one.record.role == "prefill"]
+        worker.record = msgspec.structs.replace(worker.record, finds_unsent_images=True)
+        fake, chat = router.fakes["prefill-0"], ("ab", A, "and some text behind it")
+        work = (await ask(router, *chat)).work
+        assert (await ask(router, *chat)).images == [A], "nothing has been reported yet"
+        full = len(work.token_ids) // LAYOUT.block_tokens * LAYOUT.block_tokens
+        fake.store(hash_blocks(work.root, work.token_ids[:full], LAYOUT.block_tokens, media=work.media))
+        again = await ask(router, *chat, B)
+        assert again.images == [B] and work.media[0].end <= again.work.num_unsent_tokens <= full
+        # The image stands in the prompt once more, behind what is cached.
+        twice = await ask(router, *chat, A)
+        assert twice.images == [A] and not twice.work.num_unsent_tokens
+
+        fake.refuses = "overloaded"
+        asked = asyncio.create_task(ask(router, *chat))
+        while not fake.assignments()[-1].work.num_unsent_tokens:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        fake.refuses = None
+        replayed = await asked
+        assert replayed.images == [A] and not replayed.work.num_unsent_tokens
+        assert (await ask(router, *chat)).images == [A]
+        assert worker.needs_images_until > time.monotonic()
+        worker.needs_images_until = time.monotonic()
+        assert (await ask(router, *chat)).images == []
 
     see(scenario)
 

@@ -12,9 +12,16 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import EncodedImage, Pixels, PromptImages
 
 
-def check_spans(media: Sequence[MediaSpan], token_ids: Sequence[int], family: ImageFamily, pixels: Pixels) -> None:
-    """Check that all images of a prompt were sent (`pixels`, by digest), and that their placeholder tokens are in the
-    prompt's `token_ids`.
+def check_spans(
+    media: Sequence[MediaSpan],
+    token_ids: Sequence[int],
+    family: ImageFamily,
+    pixels: Pixels,
+    *,
+    num_unsent_tokens: int = 0,
+) -> None:
+    """Check that all images of a prompt behind its first `num_unsent_tokens` tokens were sent (`pixels`, by digest).
+    Check that the placeholder tokens of the sent images are in the prompt's `token_ids`.
 
     Raises `RequestError`: `invalid` if an image is missing, is of a size that the family refuses, or is not at its
     place; `internal` if an encode instance computed another number of embeddings than the prompt has placeholders.
@@ -22,6 +29,9 @@ def check_spans(media: Sequence[MediaSpan], token_ids: Sequence[int], family: Im
     at = 0
     for span in media:
         picture = pixels.get(span.digest)
+        if picture is None and at <= span.start and span.end <= num_unsent_tokens:
+            at = span.end
+            continue
         if picture is None:
             raise RequestError("invalid", "an image of the prompt was not sent with the request")
         try:

@@ -62,15 +62,15 @@ class VisionPromptImages:
         return self._tower.family.attends_both_ways
 
     def check(self, work: Work, pixels: Pixels) -> None:
-        """Check that all images of a request were sent (`pixels`, by digest), that their placeholder tokens are in the
-        prompt, and that they are not too large for a step.
+        """Check that the images of a request were sent (`pixels`, by digest) unless the router knew their KV to be
+        cached, that their placeholder tokens are in the prompt, and that they are not too large for a step.
 
         Raises `RequestError` otherwise.
         """
         tokens = work.token_ids
         # A replayed request has tokens of its answer behind the prompt.
         prompt = tokens if len(tokens) == work.num_prompt_tokens else tokens[: work.num_prompt_tokens]
-        check_spans(work.media, prompt, self._tower.family, pixels)
+        check_spans(work.media, prompt, self._tower.family, pixels, num_unsent_tokens=work.num_unsent_tokens)
         for span in work.media:
             if self.are_whole and span.length > self._max_image_tokens:
                 raise RequestError(
@@ -84,6 +84,7 @@ class VisionPromptImages:
         the images by digest.
         """
         request.has_images = True
+        request.num_unsent_tokens = end_of([span for span in request.work.media if span.digest not in pixels])
         self._images[request] = _Images(pixels)
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
