@@ -1,4 +1,4 @@
-"""Decides when transports are probed from the consumer's end, and runs the probe.
+"""Starts probes of transports that are due (`ladder.py` says when), from the consumer's end.
 
 A node runs one probe at a time. Handoffs never wait for it.
 """

@@ -1,4 +1,6 @@
-"""Sends blocks to one consumer; decides whether it is accepted, and which transports it is offered."""
+"""Sends blocks to one consumer; decides whether it is accepted, which transports it is offered, and how many parts a
+block has.
+"""
 
 import asyncio
 import hmac

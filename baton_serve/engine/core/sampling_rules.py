@@ -1,5 +1,5 @@
-"""Computes each token's random number from `seed` and position, and checks a request against the limits of engine and
-model.
+"""Decides each token's random number (by `seed` and position), what counts as greedy, and whether a request is within
+the engine's limits.
 
 The random number is a function of seed, sequence index and position. So a stream continues identically on any instance,
 in any batch, and after a replay (docs/adr/0004-sampling-by-position.md).

@@ -1,5 +1,5 @@
-"""Chooses the loader of a model: `native` for known dense decoders, else transformers; the model's class is decided in
-these loaders.
+"""Chooses a model's loader: `native` for known dense decoders, else transformers, which decide its class; refuses
+weights that do not fit.
 """
 
 import json

@@ -1,4 +1,5 @@
-"""Decides which class of transformers serves as text decoder of a multimodal model, or makes one.
+"""Decides which class of transformers serves as text decoder of a multimodal model, and which EOS tokens end its
+answers.
 
 A Qwen-VL model, for example, is a text model, a vision tower and a head. transformers has classes for the text model
 and for all three, but none for the text model with the head.

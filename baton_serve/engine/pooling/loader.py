@@ -1,4 +1,4 @@
-"""Loads pooling models with transformers, and decides their class and head (embedding, classifier, reranker).
+"""Loads pooling models with transformers: embedding, token embedding, classifier or reranker, each with its head.
 
 Every defect of a folder is raised as a `ModelError` that names the folder and the cause.
 """

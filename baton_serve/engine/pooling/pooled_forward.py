@@ -1,4 +1,4 @@
-"""Computes the forward pass of pooling models over a padded batch, and pools its output: last token, CLS, mean."""
+"""Computes the forward pass of pooling models over a padded batch, and pools its output as `pooling_config.py` says."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

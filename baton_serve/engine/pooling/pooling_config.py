@@ -1,5 +1,5 @@
-"""Reads from modules.json of Sentence Transformers how hidden states become an embedding: pooling, normalization,
-dimensions.
+"""Decides how hidden states become an embedding (last token, CLS, mean, normalized), from modules.json of Sentence
+Transformers.
 
 Without this file vLLM's defaults apply: the last token for decoders, the first for encoders, and a normalized vector.
 """

@@ -1,4 +1,4 @@
-"""Decides how many connections a server and one client may have, and which is closed in favour of a new one.
+"""Decides how many connections an HTTP server may have, and which one is closed for a newer one.
 
 It is pure: it does no I/O and reads no clock.
 """

@@ -1,4 +1,4 @@
-"""Decides what flags of vLLM mean that Baton does not have: refused with a reason, or ignored with a warning.
+"""Decides what vLLM's flags mean that Baton lacks: refused with a reason, or accepted with a line in the log.
 
 A flag whose effect is given in any case is accepted, and a line of the log says why it changes nothing. A flag that
 asks for something else is refused with advice. Flags that an option carries as its name or alias are not listed.

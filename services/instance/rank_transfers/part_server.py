@@ -1,4 +1,4 @@
-"""Runs the transfers of a rank other than 0, and decides how many engine commands come before a copy."""
+"""Runs the transfers of a rank other than 0: each waits until the rank has executed the engine's commands before it."""
 
 import asyncio
 import logging

@@ -1,4 +1,5 @@
-"""Define the settings of an instance's engine (with vLLM's names and defaults), and what follows from them.
+"""Define the settings of an instance's engine (vLLM's names and defaults), and what follows: instance id, model names,
+visible devices.
 
 Each flag of the engine that vLLM has too carries vLLM's name.
 """

@@ -1,4 +1,4 @@
-"""Follows the registry: connects to each instance, decides when one is ready, lost or gone, and passes its answers to
+"""Follows the registry: connects to each instance, removes one that is lost or gone, and passes answers on to
 requests.
 
 It passes the answers of instances to the handlers of their requests. An instance is ready from its first load report

@@ -1,4 +1,5 @@
-"""Decides how the inputs of a pooling request are split over instances, sends them, and retries failures.
+"""Decides how the inputs of a pooling request are split over instances, sends them, retries failures, and encodes
+vectors (`encoding_format`).
 
 The inputs of one API call go in groups to the instances that are predicted to finish first, and are sent again if an
 instance fails or is lost. However a call ends, every instance that still computes for it is sent `Cancel`.

@@ -1,5 +1,5 @@
-"""Loads what the router needs of a model (tokenizer, chat template, vocabulary, limits, names), and renders its
-prompts.
+"""Loads what the router needs of a model (tokenizer, chat template, EOS tokens, vocabulary, limits, names), and renders
+its prompts.
 """
 
 import asyncio

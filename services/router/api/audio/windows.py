@@ -1,4 +1,6 @@
-"""Transcribe the windows of one audio file, and decide which are tried again at a higher temperature."""
+"""Transcribe the windows of one audio file: detect the language, and decide which are tried again at a higher
+temperature.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,4 @@
-"""Define the answers and stream events of Anthropic's Messages API.
+"""Define the answers, stream events and errors of Anthropic's Messages API.
 
 Their field names are those of the API. Nothing here decides anything.
 """
