@@ -11,8 +11,8 @@ from functools import cache
 from importlib import import_module
 
 from baton_serve.services import cli
+from baton_serve.services.local.cluster_supervisor import MODULE
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
-from baton_serve.services.local.supervisor import MODULE
 
 PEER = "tests.contract.transports_peer"
 PRELOADED = [

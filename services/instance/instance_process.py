@@ -27,8 +27,8 @@ from baton_serve.engine.parallel.channel import ChannelError
 from baton_serve.kvtransfer import TransferError
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.http.server import HttpServer
-from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import Lifecycle, run
 from baton_serve.services.common.registry import check_registry_url, registry_client
 from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment, log_notes, stop

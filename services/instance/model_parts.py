@@ -35,7 +35,7 @@ from baton_serve.kvtransfer import (
     TransferSettings,
 )
 from baton_serve.services.common.cluster_key import ClusterKey
-from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.process_lifecycle import Lifecycle
 from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.common.settings.configuration import environment
 from baton_serve.services.common.tracing import Tracing

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 from baton_serve.services.common.registry import RegistryClient
 
 logger = logging.getLogger(__name__)

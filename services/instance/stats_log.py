@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
+from baton_serve.services.common.process_lifecycle import Lifecycle, cancel_all
 from baton_serve.services.instance.interfaces import EngineStats
 from baton_serve.services.instance.settings.handoff_network_cpu import NetworkSettings
 

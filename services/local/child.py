@@ -1,6 +1,6 @@
 """Runs one process of a local cluster: starts it, prints its output, sends it signals and detects its exit.
 
-`supervisor` decides what to start and restart.
+`cluster_supervisor` decides what to start and restart.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS, EXIT_HUNG
+from baton_serve.services.common.process_lifecycle import EXIT_FAILURE, EXIT_HOPELESS, EXIT_HUNG
 from baton_serve.services.local.launches import ProcessLauncher
 from baton_serve.services.local.plan import Process
 

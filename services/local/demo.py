@@ -16,8 +16,8 @@ from random import Random
 import httpx
 
 from baton_serve.services.common.errors import LocalError, RemoteError
-from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import Lifecycle, run
 from baton_serve.services.local.demo_client import DemoUsage, TimeSplit, chat_with_tools, read_health, stream_chat
 from baton_serve.services.local.serve_process import STOP_TIMEOUT_S, BannerReader, NotStartedError, serve_command
 

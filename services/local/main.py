@@ -22,15 +22,16 @@ from baton_serve.model_hub import is_hub_name
 from baton_serve.services.common.cpus.topology import this_host
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp, reachable_url
-from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.local_model import local_model, names_of_model
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import Lifecycle, run
 from baton_serve.services.common.settings.configuration import environment, load_with, log_notes, stop
 from baton_serve.services.common.settings.options import Option
 from baton_serve.services.common.settings.vllm_variables import without_vllm
 from baton_serve.services.common.version import VERSION
 from baton_serve.services.local.accelerators import can_torch_use_accelerators, device_indexes
 from baton_serve.services.local.child import Console
+from baton_serve.services.local.cluster_supervisor import MODULE, ClusterSupervisor, ClusterTimeouts
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import (
     MANAGED_INSTANCE_OPTIONS,
@@ -41,7 +42,6 @@ from baton_serve.services.local.plan import (
 )
 from baton_serve.services.local.pools import with_pools
 from baton_serve.services.local.settings import DEMO_MODEL, DEMO_NAME, ServeSettings
-from baton_serve.services.local.supervisor import MODULE, ClusterSupervisor, ClusterTimeouts
 
 PROGRAM = "baton serve"
 

@@ -22,8 +22,8 @@ from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.connection_slots import HttpLimits
 from baton_serve.services.common.http.listener import reachable_url
 from baton_serve.services.common.http.server import AsgiApp, HttpServer, TlsFiles
-from baton_serve.services.common.lifecycle import Lifecycle, run
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import Lifecycle, run
 from baton_serve.services.common.registry import registry_view
 from baton_serve.services.common.settings.configuration import environment, load_with, log_notes, stop
 from baton_serve.services.common.tracing import make_tracing
@@ -42,8 +42,8 @@ from baton_serve.services.router.http.status_endpoints import own_metrics, own_s
 from baton_serve.services.router.placement.admission import AdmissionRules
 from baton_serve.services.router.placement.circuit_breaker import RetryBudget
 from baton_serve.services.router.placement.policy import PlacementPolicy
+from baton_serve.services.router.processes.router_supervisor import start_router_processes
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess, SiblingRpc
-from baton_serve.services.router.processes.supervisor import start_router_processes
 from baton_serve.services.router.protocol.caller import Caller
 from baton_serve.services.router.protocol.errors import ModelFolderError
 from baton_serve.services.router.quota.api_keys import ApiKeys

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from baton_serve.child_command import module_command
-from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HUNG
+from baton_serve.services.common.process_lifecycle import EXIT_FAILURE, EXIT_HUNG
 
 pytestmark = pytest.mark.slow
 TIMEOUT_S = 60.0

@@ -15,14 +15,14 @@ import pytest
 
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HUNG
+from baton_serve.services.common.process_lifecycle import EXIT_HUNG
+from baton_serve.services.common.process_supervisor import WatchRules
 from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
-from baton_serve.services.common.supervisor import WatchRules
-from baton_serve.services.local import supervisor as supervisor_module
+from baton_serve.services.local import cluster_supervisor as supervisor_module
 from baton_serve.services.local.child import Console
+from baton_serve.services.local.cluster_supervisor import ClusterSupervisor, ClusterTimeouts
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process
-from baton_serve.services.local.supervisor import ClusterSupervisor, ClusterTimeouts
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ import torch
 
 from baton_serve.bench.ports import free_port
 from baton_serve.contracts.instance import Role
-from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.process_lifecycle import Lifecycle
 from baton_serve.services.decode.block_queue import BlockQueue
 from baton_serve.services.decode.handler import DecodeHandler
 from baton_serve.services.instance.instance_process import InstanceProcess, no_handler

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from baton_serve.services.local.cluster_supervisor import MODULE
 from baton_serve.services.local.launches import ProgramLauncher
-from baton_serve.services.local.supervisor import MODULE
 from tests.e2e.cluster import Api, Cluster, wait_until
 
 pytestmark = pytest.mark.slow

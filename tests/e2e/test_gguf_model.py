@@ -20,8 +20,8 @@ from baton_serve.engine.loading.gguf_weights import dense_layers
 from baton_serve.engine.loading.native.dense_config import read_folder
 from baton_serve.engine.loading.native.dense_decoder import DenseModel
 from baton_serve.engine.loading.quantization.prequantized import numbers
+from baton_serve.services.local.cluster_supervisor import MODULE
 from baton_serve.services.local.launches import ProgramLauncher
-from baton_serve.services.local.supervisor import MODULE
 from tests.e2e.cluster import Cluster, environment
 from tests.e2e.kernel_cache import link_kernels
 

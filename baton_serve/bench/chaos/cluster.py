@@ -22,10 +22,10 @@ import httpx
 from baton_serve.bench.chaos.adapter import RANK, write_adapter
 from baton_serve.bench.ports import free_port
 from baton_serve.services.common.settings.configuration import environment
+from baton_serve.services.local.cluster_supervisor import MODULE
 from baton_serve.services.local.launches import ForkLauncher, ProcessLauncher, ProgramLauncher, RunningProcess
 from baton_serve.services.local.plan import Process
 from baton_serve.services.local.settings import DEMO_MODEL as MODEL
-from baton_serve.services.local.supervisor import MODULE
 
 LAYERS = "transformers.models.llama.modeling_llama"
 """Module that is imported before instances are forked from one process, as `baton serve` does: they start faster."""

@@ -1,5 +1,5 @@
 """Runs an ASGI application on the event loop of a process, with TLS certificates and sockets. Signals are left to
-`lifecycle`.
+`process_lifecycle`.
 """
 
 import asyncio

@@ -18,8 +18,8 @@ from baton_serve.contracts.messages import Leave, Register, Registered, ToRegist
 from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.cluster_key import ClusterKey
 from baton_serve.services.common.errors import PeerUnreachable, RegistryUnavailable, Superseded
-from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.common.logs import LimitedLog
+from baton_serve.services.common.process_lifecycle import call_each
 from baton_serve.services.common.registry.record_table import RecordTable
 from baton_serve.services.common.zmq.loop_socket import Frames, ZmqLoopSocket, bind, connect, new_socket
 

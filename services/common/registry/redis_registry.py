@@ -26,7 +26,7 @@ from baton_serve.contracts.identity import Generation, InstanceId
 from baton_serve.contracts.instance import InstanceRecord
 from baton_serve.contracts.wire import Decoder, WireError, encode
 from baton_serve.services.common.errors import RegistryUnavailable, Superseded
-from baton_serve.services.common.lifecycle import call_each, cancel_all
+from baton_serve.services.common.process_lifecycle import call_each, cancel_all
 from baton_serve.services.common.registry.port import without_load
 from baton_serve.services.common.registry.record_table import GENERATIONS_KEPT
 

@@ -20,8 +20,8 @@ from baton_serve.child_command import module_command
 from baton_serve.contracts.instance import Role
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.lifecycle import EXIT_FAILURE, EXIT_HOPELESS
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import EXIT_FAILURE, EXIT_HOPELESS
 from baton_serve.services.common.restart_policy import RestartPolicy
 from baton_serve.services.common.settings.configuration import log_notes, stop
 from baton_serve.services.instance.errors import StartFailed

@@ -20,8 +20,8 @@ from baton_serve.engine.parallel.channel import Channel, ChannelError
 from baton_serve.engine.parallel.tp_worker import TPWorker, end_with, run_rank
 from baton_serve.services.common.cluster_key import ClusterKey, read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, print_error
 from baton_serve.services.common.logs import configure_logs
+from baton_serve.services.common.process_lifecycle import EXIT_HOPELESS, print_error
 from baton_serve.services.common.rpc.encryption import tls_context
 from baton_serve.services.instance.errors import StartFailed
 from baton_serve.services.instance.nodes.agreement import (

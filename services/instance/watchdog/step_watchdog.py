@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton_serve.engine.core.outputs import BatchSize
-from baton_serve.services.common.lifecycle import EXIT_HUNG, print_error
+from baton_serve.services.common.process_lifecycle import EXIT_HUNG, print_error
 from baton_serve.services.common.rpc.instance_link import InstanceServer
 from baton_serve.services.instance.watchdog.step_limit import StepLimit
 

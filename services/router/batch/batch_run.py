@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton_serve.contracts.batch_lines import BatchRequest, LineError, parse_line
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 from baton_serve.services.router.batch.input_file import InputFile, InputLine, read_input, read_line
 from baton_serve.services.router.batch.line_client import LineAnswer, LineClient, refusal
 from baton_serve.services.router.batch.pacing import LineGate

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 from baton_serve.services.router.batch.batch_run import BatchRun, RunPorts
 from baton_serve.services.router.batch.records import FINAL, StoredBatch
 

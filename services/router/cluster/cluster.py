@@ -34,7 +34,7 @@ from baton_serve.contracts.messages import (
     Tokens,
     ToRouter,
 )
-from baton_serve.services.common.lifecycle import call_each
+from baton_serve.services.common.process_lifecycle import call_each
 from baton_serve.services.router.cluster.drain_migration import migrate
 from baton_serve.services.router.cluster.index_sync import BlockIndexSync, Subscriber
 from baton_serve.services.router.cluster.offered_adapters import load_missing_adapters

@@ -7,9 +7,9 @@ import sys
 
 import msgspec
 
-from baton_serve.services.common.lifecycle import Lifecycle, run
+from baton_serve.services.common.process_lifecycle import Lifecycle, run
 from baton_serve.services.router.main import PROGRAM, prepare, start
-from baton_serve.services.router.processes.supervisor import READY, ProcessAssignment
+from baton_serve.services.router.processes.router_supervisor import READY, ProcessAssignment
 from baton_serve.services.router.protocol.errors import ModelFolderError
 from baton_serve.services.router.settings import RouterSettings
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from baton_serve.services.common.errors import RegistryUnavailable
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 from baton_serve.services.router.quota.usage_limits import UsageLedger, WindowUsage
 
 logger = logging.getLogger(__name__)

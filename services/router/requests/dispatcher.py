@@ -10,7 +10,7 @@ from functools import partial
 
 import msgspec
 
-from baton_serve.services.common.lifecycle import call_each
+from baton_serve.services.common.process_lifecycle import call_each
 from baton_serve.services.common.tracing import Span, Tracing
 from baton_serve.services.router.cluster.cluster import Cluster
 from baton_serve.services.router.placement.admission import (

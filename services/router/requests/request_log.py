@@ -14,8 +14,8 @@ from functools import partial
 
 import msgspec
 
-from baton_serve.services.common.lifecycle import call_each
 from baton_serve.services.common.logs import log_at
+from baton_serve.services.common.process_lifecycle import call_each
 from baton_serve.services.common.tracing import Attributes
 from baton_serve.services.router.protocol.openai_responses import Explanation
 from baton_serve.services.router.requests.lifecycle import RequestLifecycle

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS
+from baton_serve.services.common.process_lifecycle import EXIT_HOPELESS
+from baton_serve.services.common.process_supervisor import ProcessSupervisor, end_reason
 from baton_serve.services.common.restart_policy import MAX_FAILED_STARTS
-from baton_serve.services.common.supervisor import ProcessSupervisor, end_reason
 
 
 class FakeRun:

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 
 
 def test_a_cancellation_that_is_forgotten_is_said_again() -> None:

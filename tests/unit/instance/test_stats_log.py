@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton_serve.services.common.lifecycle import Lifecycle
+from baton_serve.services.common.process_lifecycle import Lifecycle
 from baton_serve.services.common.settings.configuration import load
 from baton_serve.services.instance import stats_log
 from baton_serve.services.instance.interfaces import EngineStats

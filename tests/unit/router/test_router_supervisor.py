@@ -9,9 +9,9 @@ import tempfile
 
 import pytest
 
-from baton_serve.services.common.supervisor import WatchRules
+from baton_serve.services.common.process_supervisor import WatchRules
+from baton_serve.services.router.processes.router_supervisor import RouterSupervisor
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess, is_hung
-from baton_serve.services.router.processes.supervisor import RouterSupervisor
 from baton_serve.services.router.settings import RouterSettings
 
 READY_AND_BUSY = "import signal, time; signal.signal(15, signal.SIG_IGN); print('ready', flush=True); time.sleep(60)"

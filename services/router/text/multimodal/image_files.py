@@ -27,7 +27,7 @@ from baton_serve.contracts.media import (
     split_header,
     with_header,
 )
-from baton_serve.services.common.lifecycle import cancel_all
+from baton_serve.services.common.process_lifecycle import cancel_all
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
 from baton_serve.services.router.text.multimodal.client_tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton_serve.services.common.errors import ConfigurationError, LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, cancel_all
+from baton_serve.services.common.process_lifecycle import EXIT_HOPELESS, cancel_all
+from baton_serve.services.common.process_supervisor import ProcessSupervisor, WatchRules, end_reason, until_hung
 from baton_serve.services.common.restart_policy import HANG_WINDOW_S, MAX_HANGS, HangPolicy
-from baton_serve.services.common.supervisor import ProcessSupervisor, WatchRules, end_reason, until_hung
 from baton_serve.services.local.child import Child, Console, without_program
 from baton_serve.services.local.launches import ForkLauncher, ProgramLauncher
 from baton_serve.services.local.plan import Process

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from baton_serve.services.common.errors import LocalError
-from baton_serve.services.common.lifecycle import EXIT_HOPELESS, cancel_all
+from baton_serve.services.common.process_lifecycle import EXIT_HOPELESS, cancel_all
 from baton_serve.services.common.restart_policy import RestartPolicy
 
 logger = logging.getLogger(__name__)

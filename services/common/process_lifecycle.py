@@ -1,4 +1,4 @@
-"""Decides the order in which a process starts and stops, and the deadline of each phase.
+"""Runs the life of a process: start, serve until a signal, stop its parts in reverse order, each within a deadline.
 
 The exit status is 0 after a requested stop, 1 after a failure, 2 if a restart could not help (a bad setting, a broken
 model, a port in use), and 3 if a step of the engine hung. Every process's `main` uses `run`.

@@ -7,7 +7,13 @@ import signal
 import pytest
 
 from baton_serve.services.common.errors import ConfigurationError
-from baton_serve.services.common.lifecycle import DUPLICATE_SIGNAL_S, EXIT_FAILURE, EXIT_HOPELESS, Lifecycle, run
+from baton_serve.services.common.process_lifecycle import (
+    DUPLICATE_SIGNAL_S,
+    EXIT_FAILURE,
+    EXIT_HOPELESS,
+    Lifecycle,
+    run,
+)
 
 
 def test_a_signal_stops_what_was_started_in_reverse_order() -> None:

@@ -20,8 +20,8 @@ from baton_serve.child_command import module_command
 from baton_serve.services.common.cluster_key import read_cluster_key
 from baton_serve.services.common.errors import ConfigurationError
 from baton_serve.services.common.http.listener import bind_tcp
-from baton_serve.services.common.lifecycle import Lifecycle, cancel_all
-from baton_serve.services.common.supervisor import ProcessSupervisor, WatchRules, until_hung
+from baton_serve.services.common.process_lifecycle import Lifecycle, cancel_all
+from baton_serve.services.common.process_supervisor import ProcessSupervisor, WatchRules, until_hung
 from baton_serve.services.router.processes.registry_relay import RegistryRelay
 from baton_serve.services.router.processes.sibling_rpc import RouterProcess, is_hung
 from baton_serve.services.router.settings import RouterSettings
