@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton_serve.bench.micro import engine as benchmark
-from baton_serve.bench.micro.engine import DeviceSpeeds
+from baton_serve.bench.micro.device_speeds import DeviceSpeeds
 from baton_serve.bench.micro.engine_model_costs import model_costs
 from baton_serve.bench.micro.engine_shapes import COUNTED_BY_CONFIG, SHAPES, costs, write_shape
 from baton_serve.contracts.block_layout import KVLayout

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from baton_serve.bench.micro import family_kernels
+from baton_serve.bench.micro.device_speeds import DeviceSpeeds
 from baton_serve.bench.micro.kernels import KernelSpan, Total, tally
 from baton_serve.engine.kernels.reference import mixers as twins
 from baton_serve.engine.kernels.triton import mixers as triton_mixers
@@ -57,7 +58,7 @@ def test_cases_of_the_delta_rule_are_what_the_kernels_and_their_twins_compute(
 
 
 def test_a_limit_is_the_longer_time_of_bytes_and_operations() -> None:
-    speed = family_kernels.DeviceSpeed(read=4e12, product=8e14)
+    speed = DeviceSpeeds(read=4e12, product=8e14)
     assert speed.limit_us(4e9, 1.0) == (1000.0, "bytes")
     assert speed.limit_us(1.0, 8e11) == (1000.0, "operations")
     num_bytes, operations = family_kernels.delta_work(1, 1)

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from baton_serve.bench.micro import engine
-from baton_serve.bench.micro.engine import DeviceSpeeds, InterleavedRuns
+from baton_serve.bench.micro.device_speeds import DeviceSpeeds
+from baton_serve.bench.micro.engine import InterleavedRuns
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from baton_serve.bench.micro.attention_checks import check_all
+from baton_serve.bench.micro.device_speeds import measure_limits
 from baton_serve.child_command import module_command
 from baton_serve.engine.kernels import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.triton import layers as triton_layers
@@ -277,14 +278,13 @@ def time_limits() -> None:
     source = torch.empty(2**32, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     copied = graph_ms(lambda _: target.copy_(source), 1, 2)
-    read = graph_ms(lambda _: source.view(torch.int32).max(), 1, 2)
-    a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
-    product = graph_ms(lambda _: a @ b, 1)
+    del source, target
+    speeds = measure_limits(device)
     nothing = torch.empty(32, device=device)
     launch = graph_ms(lambda _: nothing.zero_(), 8)
     print(
-        f"limits: copy {4 * 2**32 / copied / 1e9:.2f} TB/s (read + write), read {2 * 2**32 / read / 1e9:.2f} TB/s, "
-        f"bf16 matmul {2 * 8192**3 / product / 1e9:.0f} TFLOP/s, an empty launch {launch * 1e3:.1f} us"
+        f"limits: copy {4 * 2**32 / copied / 1e9:.2f} TB/s (read + write), read {speeds.read / 1e12:.2f} TB/s, "
+        f"bf16 matmul {speeds.product / 1e12:.0f} TFLOP/s, an empty launch {launch * 1e3:.1f} us"
     )
 
 

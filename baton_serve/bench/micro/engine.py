@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from baton_serve.bench.micro.device_speeds import DeviceSpeeds, measure_limits
 from baton_serve.bench.micro.engine_adapters import load_random_adapters
 from baton_serve.bench.micro.engine_model_costs import model_costs
 from baton_serve.bench.micro.engine_peer import NAME as PEER_LABEL
@@ -64,24 +65,6 @@ PEER_VALUES = {
 printed only for the same case."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceSpeeds:
-    """Speeds of all devices together."""
-
-    read: float  # bytes / s
-    product: float  # floating-point operations / s
-
-    def times(self, count: int) -> "DeviceSpeeds":
-        """Return the speeds of `count` such devices."""
-        return DeviceSpeeds(self.read * count, self.product * count)
-
-    def decode_s(self, cost: Costs, batch: int, context: int) -> float:
-        """Return the shortest possible seconds of a decode step."""
-        weights = cost.decode_bytes(batch, 0) / self.read
-        kv = (cost.decode_bytes(batch, context) - cost.decode_bytes(batch, 0)) / self.read
-        return max(weights, cost.decode_flops(batch) / self.product) + kv
-
-
 class Prompts:
     """Generates requests with random token IDs; the same number and length give the same prompt.
 
@@ -109,22 +92,6 @@ class Prompts:
             lora=lora,
         )
         return with_prompt_root(work, layout)
-
-
-def measure_limits(target: torch.device) -> DeviceSpeeds:
-    """Measure read bandwidth and matrix product of one device."""
-    is_host = device.is_host(target)
-    # Large enough that no cache holds it.
-    source = torch.ones((1 << 27) if is_host else (1 << 31), dtype=torch.int32, device=target)
-    size = 2048 if is_host else 8192
-    left, right = (torch.randn(size, size, device=target).to(torch.bfloat16) for _ in range(2))
-    rounds = 3 if is_host else 20
-    read = _seconds(target, lambda: source.max(), rounds)
-    product = _seconds(target, lambda: left @ right, rounds)
-    if is_host:  # some CPUs multiply bf16 more slowly than float32
-        wide_left, wide_right = left.float(), right.float()
-        product = min(product, _seconds(target, lambda: wide_left @ wide_right, rounds))
-    return DeviceSpeeds(read=source.nbytes / read, product=2 * size**3 / product)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,20 +132,6 @@ class InterleavedRuns:
 
     def _speeds(self) -> DeviceSpeeds:
         return measure_limits(self._target).times(self._count) if self.is_host else self.first
-
-
-def _seconds(target: torch.device, call: Callable[[], object], rounds: int) -> float:
-    """Return the seconds of one call: the best of five groups of calls."""
-    call()
-    best = float("inf")
-    for _ in range(5):
-        device.synchronize(target)
-        started = time.perf_counter()
-        for _ in range(rounds):
-            call()
-        device.synchronize(target)
-        best = min(best, (time.perf_counter() - started) / rounds)
-    return best
 
 
 @contextmanager

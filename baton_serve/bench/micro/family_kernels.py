@@ -11,7 +11,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.profiler import ProfilerActivity, profile
 
 from baton_serve.bench.micro.attention_gpu import accelerator, graph_ms, random
+from baton_serve.bench.micro.device_speeds import DeviceSpeeds, measure_limits
 from baton_serve.engine.kernels import AttentionMetadata, AttentionSpec
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, MixerKernels, PackedSequences
 from baton_serve.engine.kernels.reference import mixers as twins
@@ -39,25 +39,6 @@ WIDE_PROMPTS = [512, 2048, 8192]
 WIDE_DECODES = [(1, 8192, 8), (32, 8192, 2)]
 """Batch size, context, and the layers that are visited alternately, so that no KV is read from the L2 cache."""
 TWIN_ROUNDS = 3
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceSpeed:
-    """The measured speeds of a device: bytes that it reads per second, and operations of bf16 products per second."""
-
-    read: float
-    product: float
-
-    def limit_us(self, num_bytes: float, operations: float) -> tuple[float, str]:
-        """Return the longer one of the two times in microseconds, and its name."""
-        return max((num_bytes / self.read * 1e6, "bytes"), (operations / self.product * 1e6, "operations"))
-
-
-def measure_speed() -> DeviceSpeed:
-    source = torch.empty(2**31, dtype=torch.bfloat16, device=accelerator()).normal_()
-    read = graph_ms(lambda _: source.view(torch.int32).max(), 1, 2)
-    a, b = random(8192, 8192), random(8192, 8192)
-    return DeviceSpeed(2 * 2**31 / read * 1e3, 2 * 8192**3 / graph_ms(lambda _: a @ b, 1) * 1e3)
 
 
 def delta_case(
@@ -96,7 +77,7 @@ def delta_work(num_seqs: int, length: int) -> tuple[float, float]:
     return num_bytes, 2.0 * rows * (pairs * DELTA_SIZE + 3 * DELTA_SIZE**2)
 
 
-def time_delta_rule(speed: DeviceSpeed) -> None:
+def time_delta_rule(speed: DeviceSpeeds) -> None:
     singles = [(batch, 1, False) for batch in SINGLES]
     for num_seqs, length, is_steep in [*((*prompt, False) for prompt in PROMPTS), (*PROMPTS[1], True), *singles]:
         heads, states, sequences = delta_case(num_seqs, length, is_steep=is_steep)
@@ -138,7 +119,7 @@ def attention_case(batch: int, query_len: int, context: int, layers: int) -> tup
     return meta, random(batch * query_len, HEADS, HEAD_DIM), cache
 
 
-def time_wide_heads(speed: DeviceSpeed) -> None:
+def time_wide_heads(speed: DeviceSpeeds) -> None:
     backend, twin = TritonAttention(accelerator()), ReferenceAttention()
     prompts = [(1, length, length, 2) for length in WIDE_PROMPTS]
     for batch, query_len, context, layers in prompts + [(batch, 1, *rest) for batch, *rest in WIDE_DECODES]:
@@ -213,7 +194,7 @@ def show_kernels(call: Callable[[], object]) -> None:
     print("    us: " + ", ".join(spans), flush=True)
 
 
-PARTS: dict[str, Callable[[DeviceSpeed], None]] = {"delta": time_delta_rule, "wide": time_wide_heads}
+PARTS: dict[str, Callable[[DeviceSpeeds], None]] = {"delta": time_delta_rule, "wide": time_wide_heads}
 
 
 def run(arguments: Sequence[str]) -> None:
@@ -221,7 +202,7 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--part", choices=["all", *PARTS], default="all", help="part to run")
     options = parser.parse_args(arguments)
     with torch.inference_mode():
-        speed = measure_speed()
+        speed = measure_limits(accelerator())
         print(f"limits: read {speed.read / 1e12:.2f} TB/s, bf16 matmul {speed.product / 1e12:.0f} TFLOP/s", flush=True)
         for name, part in PARTS.items():
             if options.part in ("all", name):
