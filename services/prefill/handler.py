@@ -103,24 +103,23 @@ class PrefillHandler:
         """Return 0: requests that wait for free blocks are in the engine already."""
         return 0
 
-    async def _begin(self, request: AttemptEntry, message: Prefill, *, sends_parts: bool = False) -> None:
+    async def _begin(self, request: AttemptEntry, message: Prefill, handoff: HandoffObserver | None = None) -> None:
         """Prepare a request and add it to the engine: compile its grammar, fetch the cached prefix from another
-        instance, and get its images. With `sends_parts`, each rank sends its part of the blocks.
+        instance, and get its images. `handoff` says whether each rank sends its part of the blocks.
         """
         await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
         pixels = await self._images.images(request, message)
+        sends_parts = handoff is not None and handoff.sends_parts
         await self._engine.call(
             lambda engine: engine.add(request.work, mode="prefill", pixels=pixels, sends_parts=sends_parts)
         )
 
-    async def _compute(
-        self, request: AttemptEntry, message: Prefill, observer: HandoffObserver, *, sends_parts: bool
-    ) -> None:
+    async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:
         """Compute the prompt of a request; return when the engine keeps its blocks for the decode instance. `observer`
         sends the blocks as they are computed.
         """
-        await self._begin(request, message, sends_parts=sends_parts)
+        await self._begin(request, message, observer)
         # Shielded: the engine sets this future even after a cancellation, and `_free` must know whether the engine
         # still holds the blocks.
         await asyncio.shield(observer.end)
@@ -140,11 +139,14 @@ class PrefillHandler:
         ticket, inner = observer.ticket, request.work.request_id
 
         async def mirror() -> None:
+            # If the engine does not have the request yet, for example because a cached prefix is fetched, it gets it
+            # without parts.
+            observer.sends_parts = False
             await self._engine.call(lambda engine: engine.mirror(inner))
 
-        sends_parts = self._transfer.open_handoff(ticket, mirror)
+        observer.sends_parts = self._transfer.open_handoff(ticket, mirror)
         released = asyncio.ensure_future(self._transfer.released(ticket.ticket))
-        computing = asyncio.ensure_future(self._compute(request, message, observer, sends_parts=sends_parts))
+        computing = asyncio.ensure_future(self._compute(request, message, observer))
         try:
             ends: list[asyncio.Future[Any]] = [computing, released]
             # The decode instance may give up before the prompt is computed: then stop computing.

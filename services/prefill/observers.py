@@ -73,6 +73,8 @@ class HandoffObserver(PrefillObserver):
         self._clock = clock
         self._first: list[FirstToken] = []
         self.is_open = True
+        self.sends_parts = False
+        """Whether each rank sends its part of the blocks: until the decode instance fetches whole ones."""
 
     def completed(self, blocks: CompletedBlocks) -> None:
         """Publish these computed blocks for the request's ticket, so that the decode instance can fetch them."""

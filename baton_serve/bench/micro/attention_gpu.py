@@ -278,7 +278,6 @@ def time_limits() -> None:
     source = torch.empty(2**32, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
     copied = graph_ms(lambda _: target.copy_(source), 1, 2)
-    del source, target
     speeds = measure_limits(device)
     nothing = torch.empty(32, device=device)
     launch = graph_ms(lambda _: nothing.zero_(), 8)

@@ -1,3 +1,5 @@
+import asyncio
+
 from baton_serve.contracts.identity import RequestId
 from baton_serve.contracts.messages import Cancel, Generate, Prefill
 from baton_serve.engine.core.outputs import CompletedBlocks, CompletedLayerGroups, FailedRequest, NamedBlock
@@ -74,6 +76,36 @@ def test_with_ranks_that_send_their_parts_the_engine_mirrors_only_on_demand() ->
         assert b.transfer.mirror is not None
         await b.transfer.mirror()
         assert b.engine.asked[-1] == ("mirror", inner)
+        b.turn(tokens=[output(inner, 5)], held=[inner])
+        b.transfer.release.set_result("received")
+        await settle()
+        b.check()
+
+    run(test())
+
+
+def test_whole_blocks_that_are_fetched_before_the_engine_has_the_request_are_mirrored_from_the_first_one() -> None:
+    """A cached prefix is still being pulled. A request with parts would leave nothing in the mirror that is sent."""
+
+    class SlowPulls(NoPulls):
+        def __init__(self) -> None:
+            self.has_ended = asyncio.Event()
+
+        async def pull(self, *_: object) -> None:
+            await self.has_ended.wait()
+
+    async def test() -> None:
+        pulls = SlowPulls()
+        b = Bench(lambda b: PrefillHandler(b.calls, b.transfer, pulls, counter=b.transfer, clock=lambda: 1.25))
+        b.transfer.by_ranks = True
+        b.serving.on_message(ROUTER, Prefill(work(), ticket()))
+        await settle()
+        assert b.transfer.mirror is not None and not b.engine.asked
+        await b.transfer.mirror()
+        pulls.has_ended.set()
+        await settle()
+        inner = b.inner()
+        assert b.engine.asked[-1] == ("add", inner, "prefill")
         b.turn(tokens=[output(inner, 5)], held=[inner])
         b.transfer.release.set_result("received")
         await settle()
