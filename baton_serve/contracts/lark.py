@@ -1,4 +1,5 @@
-"""Writes grammars in llguidance's dialect of Lark (docs/syntax.md of its repository).
+"""Writes grammars in llguidance's dialect of Lark: JSON with its white space, regular expressions, choices, special
+tokens.
 
 A marker such as `<tool_call>` is one special token in some vocabularies and ordinary text in others. `Lark.literal`
 writes it as the model's vocabulary has it.

@@ -1,4 +1,6 @@
-"""Checks Intel cards by the kernel's files: driver, memory window, permissions. All paths are relative to `root`."""
+"""Decides by the kernel's files what is wrong with Intel cards: driver, memory window (ReBAR), permissions. All paths
+are relative to `root`.
+"""
 
 import os
 import re

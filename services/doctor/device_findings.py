@@ -1,4 +1,4 @@
-"""Checks torch, the accelerators and the transports in a child process, and turns the results into findings.
+"""Tests torch, accelerators and transports in a child process, and decides what is a problem or a warning.
 
 `device_probe` and the transports' probes run in child processes with a deadline, because a broken driver may hang.
 """

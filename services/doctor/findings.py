@@ -1,4 +1,6 @@
-"""Defines the results of the checks of `baton doctor`, as printed with `--json`."""
+"""Defines the kinds of findings (ok, note, warning, problem); which one a check returns, is decided in the file of that
+check.
+"""
 
 from typing import Literal
 

@@ -1,4 +1,4 @@
-"""Checks the kernels of the engine in a child process, and turns the results into findings."""
+"""Tests the engine's kernels in a child process, and decides what is a problem or a warning."""
 
 import math
 import subprocess

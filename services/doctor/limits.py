@@ -1,4 +1,6 @@
-"""Checks the limits of the operating system: shared memory, locked memory, open files, host memory, a compiler."""
+"""Decides which limits of the operating system are a problem: shared memory, locked memory, open files, host memory, a
+compiler.
+"""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Entry point of `baton doctor`: runs all checks and prints their findings."""
+"""Entry point of `baton doctor`: runs all checks, prints their findings, and decides the exit status."""
 
 import asyncio
 import getpass

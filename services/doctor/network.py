@@ -1,4 +1,4 @@
-"""Checks whether the registry and other processes of the cluster can be reached from this machine."""
+"""Decides whether the registry and other processes of the cluster can be reached from this machine."""
 
 import asyncio
 import time

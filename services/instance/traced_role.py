@@ -1,4 +1,4 @@
-"""Gives each request of an instance a trace span, its id in every log line, and a line at its end."""
+"""Gives each request of an instance a span in the router's trace, its id in every log line, and a line at its end."""
 
 import asyncio
 import logging

@@ -1,4 +1,6 @@
-"""Entry point of `baton serve`: starts a router and instances on this machine and supervises them in one terminal."""
+"""Entry point of `baton serve`: completes its settings, creates a cluster key, starts a router and instances, and
+supervises them.
+"""
 
 import fcntl
 import json

@@ -1,4 +1,4 @@
-"""Construct the services of all models behind one router (`--models`).
+"""Construct the services of all models behind one router, and decide which settings each model has (`--models`).
 
 Each model has its own settings, tokenizer, queue and metrics. The models share the cluster's connections, the API keys
 and the limits on all requests.

@@ -1,5 +1,5 @@
-"""Allocates KV blocks for a prefix that is pulled from another instance (an import), and puts them into the prefix
-cache. Pure.
+"""Allocates KV blocks for a prefix that is pulled from another instance (an import), and limits how many it may take.
+Pure.
 
 The order of calls is `begin`, `receive` any number of times, `end`. The caller must not end an import while a copy may
 still write to its blocks.

@@ -1,5 +1,5 @@
-"""Allocates the KV cache as one block-major tensor, and decides which layers and heads of a block each rank holds. It
-does not know which request owns which block.
+"""Allocates the KV cache as one block-major tensor, orders copies behind steps, and decides which layers and heads each
+rank holds. It does not know which request owns which block.
 
 On hosts it lies in a memfd (an anonymous file), so that another process on this machine can map it and copy blocks
 directly; nothing is left behind when this process dies. On a device, transports read and write the tensor itself. With

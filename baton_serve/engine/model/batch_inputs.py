@@ -1,4 +1,5 @@
-"""Builds the input arrays of a step: token ids, positions, KV slots, block tables, rows of LoRA adapters.
+"""Builds the input arrays of a step: token ids, positions, KV slots, block tables, spans of images that see each other,
+adapters' rows.
 
 Rank 0 builds the arrays; every rank uploads them.
 """

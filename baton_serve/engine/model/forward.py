@@ -1,4 +1,4 @@
-"""Chooses the forward pass of a model: fused layers if they support it, or else transformers' modules."""
+"""Chooses the forward pass of a model: fused layers, one C++ call (CPU), or transformers' modules, which it runs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,5 @@
-"""Computes fused layers with LoRA adapters.
+"""Decides how fused layers add the products of LoRA adapters: from slots by kernels for captured graphs, or product by
+product.
 
 Steps without an adapter run as in `FusedForward`. Others run product by product, since the adapter's part must be added
 before the next kernel uses the output. On devices with captured graphs, kernels add the parts of all adapters from

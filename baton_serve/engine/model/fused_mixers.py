@@ -1,4 +1,5 @@
-"""Decides which attention differs from Llama's in fused layers and packs it: gated delta rule, gated attention, MLA.
+"""Decides which attention of fused layers differs from Llama's, packs and computes it: gated delta rule, gated
+attention, MLA.
 
 All products of a mixer that read its input are one, whose rows are put into the order in which the kernels read the
 outputs. A mixer takes the outputs of that product, and returns the input of the layer's output product.

@@ -1,5 +1,5 @@
-"""Run one batch from its record to its end, and decide which of its lines are tried again. The process that holds the
-batch's lock does this.
+"""Run one batch to its end: decide when it is completed, failed, expired or cancelled, and which lines are tried again.
+The process that holds the batch's lock does this.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Serve `/v1/files` and `/v1/batches` as OpenAI does, and decide what a key may see and upload. Files and batches
+"""Serve `/v1/files` and `/v1/batches` as OpenAI does, and decide what a key may see, upload and keep. Files and batches
 belong to the owner of the API key.
 """
 

@@ -1,4 +1,5 @@
-"""Decide the states of a batch and the changes between them. Pure: times are arguments, in seconds since 1970.
+"""Define the states of a batch and the record of each change; which outcome a batch has, is decided in `batch_run.py`.
+Pure: times are arguments, in seconds since 1970.
 
 validating ──> in_progress ──> finalizing ──> completed, expired or failed
     │               └────────> cancelling ──> cancelled

@@ -1,4 +1,4 @@
-"""Admits prompts by the limits of router and key (429), starts their lifecycles or queues them, and ends them at their
+"""Admits prompts by the limits of router and key (429), starts lifecycles and trace spans, and ends requests at their
 deadline.
 """
 

@@ -1,5 +1,5 @@
-"""Adds the LoRA products of each row's adapter to the output of a linear layer. One step may have several adapters, and
-rows without any.
+"""Adds the LoRA products of each row's adapter to a layer's output in torch; with captured graphs, `fused_lora.py` uses
+kernels. One step may have several adapters, and rows without any.
 
 The base product is computed once for all rows. Then each adapter adds two thin products for its own rows.
 """
