@@ -25,6 +25,11 @@ from baton_serve.bench.cards import (
 EXAMPLE = TargetLoad(requests_per_s=2.0, prompt_tokens=2000, answer_tokens=300, inter_token_s=0.1)
 
 
+def _short(card: GpuSpec) -> str:
+    """Return the card's name without its memory, which the page names once."""
+    return card.name.split(" ")[0]
+
+
 def one_card_table() -> str:
     rows = [
         "|card|model|prefill tok/s|KV tokens|step, 1 sequence|KV made by prefill|",
@@ -38,7 +43,7 @@ def one_card_table() -> str:
             rate = prefill_tokens_per_s(card, model)
             step = step_s(card, model, 1, EXAMPLE.prompt_tokens) * 1e3
             made = rate * model.kv_bytes_per_token / 1e9
-            rows.append(f"|{card.name}|{model.name}|{rate:,.0f}|{tokens:,}|{step:.0f} ms|{made:.2f} GB/s|")
+            rows.append(f"|{_short(card)}|{model.name}|{rate:,.0f}|{tokens:,}|{step:.0f} ms|{made:.2f} GB/s|")
     return "\n".join(rows)
 
 
@@ -51,7 +56,7 @@ def pool_table(load: TargetLoad = EXAMPLE) -> str:
                 continue
             prefill, decode = num_prefill(card, model, load), num_decode(card, model, load)
             counts = f"{ceil(prefill)} ({prefill:.2f})|{ceil(decode)} ({decode:.2f})"
-            rows.append(f"|{card.name}|{model.name}|{counts}|{batch}|")
+            rows.append(f"|{_short(card)}|{model.name}|{counts}|{batch}|")
     return "\n".join(rows)
 
 
