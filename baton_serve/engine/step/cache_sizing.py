@@ -1,5 +1,5 @@
-"""Decides the number of KV blocks: measures the largest step, takes the memory that is left, and allocates the cache on
-all ranks.
+"""Decides the number of KV blocks: measures the largest step, takes the memory that is left, and allocates cache and
+host tier.
 """
 
 from dataclasses import replace

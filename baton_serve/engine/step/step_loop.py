@@ -1,5 +1,5 @@
-"""Launches scheduled steps (`core/scheduler.py` decides what they compute), several at a time in a pipeline, and
-applies their results to the requests.
+"""Launches scheduled steps, several at a time in a pipeline, and applies their results; decides what a step without
+memory (OOM) ends.
 
 On accelerators the next step is launched before the tokens of the current one are known.
 """

@@ -1,4 +1,5 @@
-"""Decides how many connections an HTTP server may have, and which one is closed for a newer one.
+"""Decides how many connections an HTTP server and one client's address may have, and which one is closed for a newer
+one.
 
 It is pure: it does no I/O and reads no clock.
 """
