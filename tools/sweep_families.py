@@ -36,7 +36,7 @@ from baton_serve.engine.loading.transformers_loader import load_model
 from baton_serve.engine.loading.unsupported_models import refuse_type
 from baton_serve.engine.model import fused_layers
 from baton_serve.engine.model.loaded_model import LoadedModel
-from baton_serve.engine.model.vision.decoder import BIDIRECTIONAL_TYPES
+from baton_serve.engine.model.vision.text_part import BIDIRECTIONAL_TYPES
 from tools.model_verdicts import VERDICTS, Verdict, Verdicts, generating_families, read_verdicts, write_verdicts
 from tools.tiny_families import PROMPT_TOKENS, VOCAB_SIZE, write_family
 

@@ -1,4 +1,4 @@
-"""`baton chat` and `baton complete`: decides what Ctrl-C does, what is shown, and which commands there are.
+"""`baton chat` and `baton complete`: decides which history is sent, what Ctrl-C does and what is shown.
 
 With a MODEL they start a cluster for it and stop it at the end. Ctrl-C cancels an answer and Ctrl-D leaves.
 """

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from baton_serve.engine import LLM, EngineConfig, SamplingParams
 from baton_serve.engine.errors import ConfigError, RequestError, UnsupportedModelError
 from baton_serve.engine.loading.transformers_loader import load_model
-from baton_serve.engine.model.vision.decoder import decoder_tensors
+from baton_serve.engine.model.vision.text_part import decoder_tensors
 from tools.model_verdicts import generating_families
 from tools.tiny_families import write_family
 

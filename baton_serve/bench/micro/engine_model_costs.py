@@ -14,7 +14,7 @@ from baton_serve.bench.micro.engine_shapes import DTYPE_BYTES, WEIGHT_BITS, Cost
 from baton_serve.contracts.block_layout import KVLayout
 from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine import EngineConfig
-from baton_serve.engine.model.vision.decoder import decoder_config
+from baton_serve.engine.model.vision.text_part import decoder_config
 from baton_serve.engine.model_folder import read_config, weight_files
 
 _EXPERT = re.compile(r"\.experts\.(\d+\.)?")

@@ -1,5 +1,5 @@
-"""Decides which evicted KV blocks stay in host memory (CPU offload), in which slot, when they return, and which are
-evicted there. Pure.
+"""Decides which evicted KV blocks stay in host memory (CPU offload), in which slot, and which are evicted there; plans
+the copies. Pure.
 
 Blocks evicted from the device are kept here until they are the least recently used. A block that is found again is
 copied back and also stays here, so that evicting it again needs no copy. `HostTierCopy` entries are correct if executed

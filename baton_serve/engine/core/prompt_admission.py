@@ -1,5 +1,5 @@
-"""Decides whether a waiting sequence may start: prefix cache hits, free blocks for the whole prompt, watermark, batch
-slot. Pure.
+"""Decides whether a waiting sequence may start: prefix cache hits (device, host tier), free blocks for the whole
+prompt, watermark, batch slot. Pure.
 
 A prompt is admitted only when all its blocks can be allocated, so it never stops halfway. Sequences are admitted
 strictly in order: one that does not fit makes all later ones wait.

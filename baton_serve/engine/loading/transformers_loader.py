@@ -47,7 +47,7 @@ from baton_serve.engine.model.rank_parts import WHOLE, RankParts, SplitRules, na
 from baton_serve.engine.model.recurrent import adapt_mixers
 from baton_serve.engine.model.speech.decoder import cross_layers, cross_port
 from baton_serve.engine.model.state_parts import placed_states
-from baton_serve.engine.model.vision.decoder import decoder_config, has_bidirectional_prompts, holds_more
+from baton_serve.engine.model.vision.text_part import decoder_config, has_bidirectional_prompts, holds_more
 from baton_serve.engine.model.weight_offload import refuse_offload
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,

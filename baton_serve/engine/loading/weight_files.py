@@ -25,7 +25,7 @@ from baton_serve.contracts.flag_choices import LoadFormat
 from baton_serve.contracts.loader_options import SHARD_PATTERN
 from baton_serve.engine import device as devices
 from baton_serve.engine.loading.sharded_state import joined_tensors
-from baton_serve.engine.model.vision.decoder import decoder_tensors
+from baton_serve.engine.model.vision.text_part import decoder_tensors
 from baton_serve.engine.model_folder import is_pickled, weight_files
 
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ from baton_serve.contracts.model_path import model_folder
 from baton_serve.engine.engine import Engine
 from baton_serve.engine.errors import ConfigError, EngineError, UsageError
 from baton_serve.engine.loading.sharded_saving import save_sharded_state
-from baton_serve.engine.model.vision.decoder import family_of
+from baton_serve.engine.model.vision.text_part import family_of
 from baton_serve.engine.offline.engine_args import (
     EngineArgs,
     LoRAConfig,

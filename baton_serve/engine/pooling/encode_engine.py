@@ -37,8 +37,8 @@ from baton_serve.engine.errors import ConfigError, RequestError
 from baton_serve.engine.model.context_length import max_model_len_of
 from baton_serve.engine.model.loaded_model import LoadProgress
 from baton_serve.engine.model.speech import load_window_encoder
-from baton_serve.engine.model.vision.decoder import decoder_config
 from baton_serve.engine.model.vision.image_types import DecodedImage, ImageReader, Pixels
+from baton_serve.engine.model.vision.text_part import decoder_config
 from baton_serve.engine.model.vision.tower import load_tower
 from baton_serve.engine.model_folder import read_config
 

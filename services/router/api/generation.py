@@ -1,4 +1,4 @@
-"""Turn the tokens of one API call into text deltas of its choices, and count its `usage`.
+"""Turn the tokens of one API call into text deltas, count its `usage`, and cancel it when its client is gone.
 
 `answer_writer` and `content_block_writer` take the deltas from a `TextGeneration` and send them to the client.
 Sequences whose text has ended, for example at a stop string, are stopped on their instances from here.

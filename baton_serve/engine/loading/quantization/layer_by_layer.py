@@ -38,7 +38,7 @@ from baton_serve.engine.model.quantized.rank_slices import (
     split_weights,
 )
 from baton_serve.engine.model.rank_parts import WHOLE, RankParts
-from baton_serve.engine.model.vision.decoder import decoder_tensors
+from baton_serve.engine.model.vision.text_part import decoder_tensors
 from baton_serve.engine.model_folder import is_pickled, weight_files
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,7 @@
 """Images in prompts: files to pixels (`image_reader`), pixels to embeddings (`tower`), embeddings to rows of a step
 (`prompt_images`).
 
-Instances that compute no prompts load only the decoder (`decoder`). `image_types` has the types that the engine uses.
+Instances that compute no prompts load only the decoder (`text_part`). `image_types` has the types that the engine uses.
 """
 
 import logging
@@ -14,8 +14,8 @@ from baton_serve.contracts.vision import image_family, why_unread
 from baton_serve.contracts.vision.model_files import ModelFacts
 from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.model.loaded_model import LoadedModel
-from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_types import PromptImages
+from baton_serve.engine.model.vision.text_part import family_of
 
 __all__ = ["load_images", "no_images"]
 

@@ -21,9 +21,9 @@ from baton_serve.engine.config import EngineConfig
 from baton_serve.engine.errors import ModelError
 from baton_serve.engine.model.fingerprint import encoder_fingerprint
 from baton_serve.engine.model.speech.chat_audio import encode_sound
-from baton_serve.engine.model.vision.decoder import family_of
 from baton_serve.engine.model.vision.image_reader import HFImageReader
 from baton_serve.engine.model.vision.image_types import DecodedImage
+from baton_serve.engine.model.vision.text_part import family_of
 from baton_serve.engine.model.vision.window_attention import use_window_attention
 from baton_serve.engine.model_folder import (
     LOAD_ERRORS,

@@ -1,4 +1,5 @@
-"""Makes the text decoder of a multimodal model a model of its own: its config, and which tensors belong to it.
+"""Decides the config and the tensors of a multimodal model's text part, so that it is loaded as a decoder of
+its own.
 
 Of LLaVA, instances without images load only this; of all other multimodal models, every instance, which serves text.
 """
