@@ -148,7 +148,7 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),
     (delta_chunks._pass_kernel, CHUNKS),
     *(
-        (kernel, {**BY_CHANNEL, "seqs": 16, "block": 16, "part": 32, "exact": "tf32x3"})
+        (kernel, {**BY_CHANNEL, "seqs": 16, "block": 16, "exact": "tf32x3"})
         for kernel in (channel_delta._sum_kernel, channel_delta._pairs_kernel, channel_delta._solve_kernel)
     ),
     (channel_delta._pass_kernel, BY_CHANNEL),

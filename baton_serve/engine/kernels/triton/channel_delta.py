@@ -20,18 +20,16 @@ from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, PackedSequences
 from baton_serve.engine.kernels.triton.convolution import checkpoint_arguments, padded_seqs
 from baton_serve.engine.kernels.triton.delta_chunks import MIN_SIZE, inverse_of, unit_factors
 from baton_serve.engine.kernels.triton.delta_step import step_size
-from baton_serve.engine.kernels.triton.tiles import padded
+from baton_serve.engine.kernels.triton.tiles import chunk_stages, num_processors, padded
 
 CHUNK_TOKENS = 64
 BLOCK_TOKENS = 16
 """A quarter of the chunk, as `inverse_of` needs."""
-PAIR_CHANNELS = 32
-"""Channels of a pair of tokens that are multiplied at a time."""
 PASS_VALUES = 64
 """Values of a program that passes the state on, which is in registers."""
 GENTLE = tl.constexpr(80.0)
 """Logarithm of the largest decay within a block whose reciprocal float32 holds."""
-SUM_WARPS, PAIR_WARPS, SOLVE_WARPS, PASS_WARPS, PASS_STAGES = 8, 4, 4, 4, 1
+SUM_WARPS, PAIR_WARPS, SOLVE_WARPS, PASS_WARPS = 4, 4, 4, 4
 
 
 def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: PackedSequences) -> Tensor:
@@ -83,7 +81,6 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         *places,
         heads.qkv.stride(0),
         block=BLOCK_TOKENS,
-        part=min(keys, PAIR_CHANNELS),
         num_warps=PAIR_WARPS,
         num_stages=1,
         **constants,
@@ -110,7 +107,8 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         **constants,
         **search,
     )
-    _pass_kernel[(triton.cdiv(value_size, PASS_VALUES), num_heads, num_seqs)](
+    parts = triton.cdiv(value_size, PASS_VALUES)
+    _pass_kernel[(parts, num_heads, num_seqs)](
         output,
         new_values,
         seen_keys,
@@ -126,10 +124,18 @@ def channel_delta_chunks(heads: ChannelDeltaHeads, states: Tensor, sequences: Pa
         value_size=value_size,
         values=PASS_VALUES,
         num_warps=PASS_WARPS,
-        num_stages=PASS_STAGES,
+        num_stages=_pass_stages(output, parts * num_heads * num_seqs),
         **constants,
     )
     return output
+
+
+def _pass_stages(output: Tensor, num_programs: int) -> int:
+    """Return the stages of the last kernel. Chunks are loaded ahead only if each program has a processor of its own:
+    otherwise the memory for that keeps others from running beside it.
+    """
+    is_alone = num_programs <= num_processors(output.device)
+    return chunk_stages(output.device, output.element_size()) if is_alone else 1
 
 
 @triton.jit
@@ -217,7 +223,6 @@ def _pairs_kernel(  # noqa: PLR0913, PLR0915
     chunk: tl.constexpr,
     seqs: tl.constexpr,
     block: tl.constexpr,
-    part: tl.constexpr,
     precision: tl.constexpr,
 ):
     """Compute the products of each key with the earlier keys of its chunk, and of each query with these and its own
@@ -235,10 +240,13 @@ def _pairs_kernel(  # noqa: PLR0913, PLR0915
         in_rows = live[:, None] & in_key[None, :]
         at = ((begin + skipped + own) * num_heads + head)[:, None] * key_size + dim[None, :]
         total = tl.load(totals + at, in_rows, other=0.0)
+        at_query = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + dim[None, :]
+        query = tl.load(at_query, in_rows, other=0.0).to(tl.float32)
+        key = tl.load(at_query + num_heads * key_size, in_rows, other=0.0).to(tl.float32)
         at_unit = units + (begin + skipped + own) * num_heads + head
-        query_unit = tl.load(at_unit, live, other=0.0)
+        query *= tl.load(at_unit, live, other=0.0)[:, None]
         key_units = units + num_tokens.to(tl.int64) * num_heads + head
-        key_unit = tl.load(key_units + (begin + skipped + own) * num_heads, live, other=0.0)
+        key *= tl.load(key_units + (begin + skipped + own) * num_heads, live, other=0.0)[:, None]
         mixed = tl.zeros([block, chunk], tl.float32)
         asked = tl.zeros([block, chunk], tl.float32)
         border = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + dim, in_key, other=0.0)
@@ -246,36 +254,21 @@ def _pairs_kernel(  # noqa: PLR0913, PLR0915
         is_gentle = tl.min(tl.min(since, 1), 0) > -GENTLE
         if (skipped > 0) | is_gentle:
             columns = tl.where(is_gentle, tl.minimum(skipped + block, end - first), skipped)
-            is_seen = place < columns
-            unit = tl.load(key_units + (begin + place) * num_heads, is_seen, other=0.0)
-            # A part of the channels at a time: with all of them, registers are left for few programs.
-            for from_channel in range(0, keys, part):
-                channel = from_channel + tl.arange(0, part)
-                is_key = channel < key_size
-                edge = tl.load(totals + ((begin + skipped) * num_heads + head) * key_size + channel, is_key, other=0.0)
-                own_rows = live[:, None] & is_key[None, :]
-                at_own = ((begin + skipped + own) * num_heads + head)[:, None] * key_size + channel[None, :]
-                # Sums of logarithms fall, so both factors are at most 1, except for the block's own columns.
-                factor = tl.exp(tl.where(own_rows, tl.load(totals + at_own, own_rows, other=0.0) - edge[None, :], 0.0))
-                at_asked = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + channel[None, :]
-                wide = tl.load(at_asked, own_rows, other=0.0).to(tl.float32)
-                asking = wide * query_unit[:, None] * factor
-                wide = tl.load(at_asked + num_heads * key_size, own_rows, other=0.0).to(tl.float32)
-                adding = wide * key_unit[:, None] * factor
-                rows = is_seen[:, None] & is_key[None, :]
-                at_before = ((begin + place) * num_heads + head)[:, None] * key_size + channel[None, :]
-                left = tl.exp(tl.where(rows, edge[None, :] - tl.load(totals + at_before, rows, other=0.0), 0.0))
-                at_keys = qkv + (begin + place)[:, None] * qkv_stride + (num_heads + head) * key_size + channel[None, :]
-                earlier = tl.trans(tl.load(at_keys, rows, other=0.0).to(tl.float32) * unit[:, None] * left)
-                mixed = tl.dot(adding, earlier, mixed, input_precision=precision)
-                asked = tl.dot(asking, earlier, asked, input_precision=precision)
+            is_seen = (place < columns)[:, None] & in_key[None, :]
+            at_before = totals + ((begin + place) * num_heads + head)[:, None] * key_size + dim[None, :]
+            # Sums of logarithms fall, so both factors are at most 1, except for the block's own columns.
+            before = tl.load(at_before, is_seen, other=0.0)
+            left = tl.exp(tl.where(is_seen, border[None, :] - before, 0.0))
+            at_keys = qkv + (begin + place)[:, None] * qkv_stride + (num_heads + head) * key_size + dim[None, :]
+            unit = tl.load(key_units + (begin + place) * num_heads, place < columns, other=0.0)
+            earlier = tl.trans(tl.load(at_keys, is_seen, other=0.0).to(tl.float32) * unit[:, None] * left)
+            factor = tl.exp(since)
+            mixed = tl.dot(key * factor, earlier, input_precision=precision)
+            asked = tl.dot(query * factor, earlier, input_precision=precision)
             # Above the diagonal the factors of a product are together more than 1.
             mixed = tl.where(place[None, :] < (skipped + own)[:, None], mixed, 0.0)
             asked = tl.where(place[None, :] <= (skipped + own)[:, None], asked, 0.0)
         if not is_gentle:
-            at_query = qkv + (begin + skipped + own)[:, None] * qkv_stride + head * key_size + dim[None, :]
-            query = tl.load(at_query, in_rows, other=0.0).to(tl.float32) * query_unit[:, None]
-            key = tl.load(at_query + num_heads * key_size, in_rows, other=0.0).to(tl.float32) * key_unit[:, None]
             for column in range(tl.minimum(block, end - first - skipped)):
                 one = begin + skipped + column
                 there = tl.load(totals + (one * num_heads + head) * key_size + dim, in_key, other=0.0)

@@ -134,6 +134,12 @@ def chunk_stages(device: torch.device, element_bytes: int) -> int:
 
 
 @lru_cache(maxsize=16)
+def num_processors(device: torch.device) -> int:
+    """Return the number of processors of a device; 0 for Triton's interpreter."""
+    return 0 if device.type == "cpu" else device_limits(device.index or 0).processors
+
+
+@lru_cache(maxsize=16)
 def narrowest_columns(device: torch.device) -> int:
     """Return the smallest number of columns, at least 8, that Triton's backend for this device supports for the right
     operand of a product.
