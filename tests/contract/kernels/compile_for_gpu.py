@@ -71,6 +71,8 @@ WIDE_HEADS = {
     "seqs": 16,
     "precision": "tf32",
 }
+IN_PARTS: dict[str, Any] = {"rows": 128, "tile": 64, "parts": 2, "described": True}
+"""Changes for wide heads whose values are computed in parts."""
 SMALL_HEADS = {**WIDE_HEADS, "head_dim": 8, "dims": padded_head(8)}
 LATENT = {
     "head_dim": 80,
@@ -117,7 +119,9 @@ POINTERS = {
     **dict.fromkeys(("sinks", "pairs", "words", "seen_ends"), HALF),
     **dict.fromkeys(("asking", "adding", "scores"), HALF),
     **dict.fromkeys(("xbc", "skip", "b", "c"), HALF),
-    **dict.fromkeys(("query", "cache", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF),
+    **dict.fromkeys(
+        ("query", "cache", "values_of", "scales", "latents", "to", "gate", "active", "conv_states", "logits"), HALF
+    ),
     **dict.fromkeys(
         ("states", "totals", "log_rate", "rate", "step_bias", "units", "partial", "stats", "cos", "sin", "factors"),
         WIDE,
@@ -194,14 +198,16 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             {
                 **heads,
                 "rows": 32,
+                "parts": 1,
                 "scaled": False,
                 "skip_singles": True,
                 "sees_later": False,
                 "described": False,
                 "paired": False,
+                **changes,
             },
         )
-        for heads in (WIDE_HEADS, SMALL_HEADS)
+        for heads, changes in ((WIDE_HEADS, {}), (WIDE_HEADS, IN_PARTS), (SMALL_HEADS, {}))
     ),
     (latent._decode_kernel, {**LATENT, "rows": 16, "min_split": 64, "split_limit": 4, "align": 64}),
     (latent._prefill_kernel, {**LATENT, "head_rows": 4, "tokens": 4, "skip_singles": True}),
@@ -252,6 +258,10 @@ def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
         if kernel is experts_sorted._down_kernel:
             types["active"] = f"tensordesc<bf16[{tiles.rows}, {tiles.depth}]>"
         options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    if constants.get("described"):
+        types["cache"] = f"tensordesc<bf16[{constants['tile']}, {constants['dims']}]>"
+        types["values_of"] = f"tensordesc<bf16[{constants['tile']}, {constants['dims'] // constants['parts']}]>"
+        options = {"num_warps": 8, "num_stages": 1}
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else "fp32" if name in FLOATS else types.get(name, "i32")

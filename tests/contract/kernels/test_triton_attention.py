@@ -98,6 +98,15 @@ def test_prefill_of_a_long_plain_span_takes_tiles_in_pairs() -> None:
     torch.testing.assert_close(prefilled(batch, PLAIN, paired), twin(batch, PLAIN))
 
 
+@pytest.mark.parametrize("are_described", [False, True], ids=["pointers", "descriptors"])
+@pytest.mark.parametrize("head_dim", [40, 64])
+@pytest.mark.parametrize("spec", [PLAIN, EVERY_RULE], ids=["plain", "every rule"])
+def test_prefill_with_values_in_parts_equals_its_twin(spec: AttentionSpec, head_dim: int, are_described: bool) -> None:
+    batch = random_batch([40, 13, 1], [40, 50, 30], head_dim=head_dim)
+    tiles = replace(PREFILLING, parts=2, descriptors=are_described)
+    torch.testing.assert_close(prefilled(batch, spec, tiles), twin(batch, spec))
+
+
 @pytest.mark.parametrize("head_dim", [8, 20, 40])
 def test_head_sizes_that_are_small_or_no_power_of_two_are_padded(head_dim: int) -> None:
     batch = random_batch([2, 1], [18, 40], head_dim=head_dim, heads=4, kv_heads=2)

@@ -26,18 +26,19 @@ def test_tiles_fit_the_fast_memory_of_every_device() -> None:
             continue
         prefill = prefill_tiles(limits, head_bytes=head_bytes, element_bytes=element)
         decode = decode_tiles(limits, head_bytes=head_bytes, block_tokens=64)
-        assert prefill.rows * head_bytes + 2 * prefill.stages * prefill.tile * head_bytes <= shared << 10, prefill
+        loaded = prefill.stages * prefill.tile * (head_bytes + head_bytes // prefill.parts)
+        assert prefill.rows * head_bytes + loaded <= shared << 10, prefill
         assert 2 * decode.stages * decode.tile * head_bytes <= shared << 10, decode
 
 
-def test_wide_heads_get_fewer_rows() -> None:
+def test_wide_heads_get_fewer_rows_or_values_in_parts() -> None:
     found = []
-    for shared in (227, 128, 96, 64):
+    for shared, is_coded in ((227, False), (227, True), (128, False), (96, False), (64, False)):
         limits = DeviceLimits(processors=20, shared_bytes=shared << 10, descriptors=True)
-        tiles = prefill_tiles(limits, head_bytes=1024, element_bytes=2)
-        assert not tiles.descriptors and not tiles.paired
-        found.append((tiles.rows, tiles.tile, tiles.stages))
-    assert found == [(64, 32, 2), (32, 16, 2), (32, 16, 1), (16, 16, 1)]
+        tiles = prefill_tiles(limits, head_bytes=1024, element_bytes=2, is_coded=is_coded)
+        assert tiles.descriptors == (tiles.parts > 1) and not tiles.paired
+        found.append((tiles.rows, tiles.tile, tiles.stages, tiles.parts))
+    assert found == [(128, 64, 1, 2), (64, 32, 2, 1), (32, 16, 2, 1), (32, 16, 1, 1), (16, 16, 1, 1)]
     assert not fits_heads(limits, head_bytes=1024, group=64)
     large = DeviceLimits(processors=132, shared_bytes=227 << 10, descriptors=True)
     decoding = decode_tiles(large, head_bytes=1024, block_tokens=64)

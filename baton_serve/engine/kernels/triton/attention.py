@@ -117,7 +117,9 @@ class TritonAttention:
                 is_coded=is_coded(cache),
                 num_heads=num_seqs * cache.shape[2],
             ),
-            prefill_tiles(self._limits, head_bytes=head_bytes, element_bytes=query.element_size()),
+            prefill_tiles(
+                self._limits, head_bytes=head_bytes, element_bytes=query.element_size(), is_coded=is_coded(cache)
+            ),
         )
 
 

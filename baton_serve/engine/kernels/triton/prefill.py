@@ -4,7 +4,9 @@ Tokens of an image may see the rest of their image, too (`AttentionMetadata.seen
 
 The query heads that share a KV head are folded into the rows of a tile (row = token * group + member), so that short
 chunks fill the matrix units too. Shapes (tokens and sequences) bound the grid, and each program finds its sequence on
-the device. Long tiles start first, so that the last programs to run are short. Twin: `reference.attention._prefill`.
+the device. Long tiles start first, so that the last programs to run are short. The results of wide heads do not fit
+into registers: there each program computes all scores, and the sums for a part of the values' elements. Twin:
+`reference.attention._prefill`.
 """
 # mypy: disable-error-code="misc,no-untyped-def,no-untyped-call,untyped-decorator"
 
@@ -49,13 +51,16 @@ def prefill(
     group = num_heads // num_kv_heads
     rows = max(tiles.rows, padded(group))
     # A tile that a descriptor loads must lie within one block. With smaller blocks, pointers gather it from several.
-    described = tiles.descriptors and block_tokens >= tiles.tile
+    # Its rows begin at multiples of 16 bytes.
+    is_aligned = head_dim * cache.element_size() % 16 == 0
+    described = tiles.descriptors and block_tokens >= tiles.tile and is_aligned
     tile_tokens = rows // group
-    grid = (num_kv_heads, query.shape[0] // tile_tokens + num_seqs)
+    grid = (num_kv_heads * tiles.parts, query.shape[0] // tile_tokens + num_seqs)
     _prefill_kernel[grid](
         output,
         query,
-        _rows_descriptor(cache, tiles.tile) if described else cache,
+        _rows_descriptor(cache, tiles.tile, 1) if described else cache,
+        _rows_descriptor(cache, tiles.tile, tiles.parts) if described and tiles.parts > 1 else cache,
         meta.query_starts,
         meta.context_lens,
         meta.block_tables,
@@ -73,6 +78,7 @@ def prefill(
         group=group,
         head_dim=head_dim,
         dims=padded_head(head_dim),
+        parts=tiles.parts,
         rows=rows,
         tile=tiles.tile,
         block_tokens=block_tokens,
@@ -92,13 +98,13 @@ def prefill(
     )
 
 
-def _rows_descriptor(cache: Tensor, tile: int) -> TensorDescriptor:
+def _rows_descriptor(cache: Tensor, tile: int, parts: int) -> TensorDescriptor:
     """Return a tensor descriptor that shows the cache as rows of head_dim elements, of which `tile` are loaded at a
-    time. Each (block, plane, head) is a run of block_tokens rows.
+    time, or one of `parts` equal parts of them. Each (block, plane, head) is a run of block_tokens rows.
     """
     num_blocks, _, num_kv_heads, _, head_dim = cache.shape
     num_rows = (num_blocks - 1) * (cache.stride(0) // head_dim) + 2 * num_kv_heads * cache.stride(2) // head_dim
-    return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded_head(head_dim)])
+    return TensorDescriptor(cache, [num_rows, head_dim], [head_dim, 1], [tile, padded_head(head_dim) // parts])
 
 
 @triton.jit(do_not_specialize=["num_seqs", "table_stride"])  # they change with every batch
@@ -106,6 +112,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     output,
     query,
     cache,
+    values_of,
     query_starts,
     context_lens,
     block_tables,
@@ -123,6 +130,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     group: tl.constexpr,
     head_dim: tl.constexpr,
     dims: tl.constexpr,
+    parts: tl.constexpr,
     rows: tl.constexpr,
     tile: tl.constexpr,
     block_tokens: tl.constexpr,
@@ -151,7 +159,7 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     index = tl.sum(tiles_of, 0) - 1 - tl.program_id(1)
     if index < 0:
         return
-    kv_head = tl.program_id(0)
+    kv_head = tl.program_id(0) // parts
     before = tile_ends <= index
     seq = tl.sum(before.to(tl.int32), 0)
     token = (index - tl.sum(tl.where(before, tiles_of, 0), 0)) * tokens  # of this sequence's new tokens
@@ -167,7 +175,12 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
     mask = live[:, None] & (dim < head_dim)[None, :]
     asked = tl.load(query + at[:, None] * query_stride + head[:, None] * head_stride + dim[None, :], mask, other=0.0)
 
-    acc = tl.zeros([rows, dims], tl.float32)
+    # This program sums up some elements of the values; those of the other parts compute the same scores.
+    own_dims: tl.constexpr = dims // parts
+    first_dim = tl.program_id(0) % parts * own_dims
+    if parts == 1:
+        values_of = cache
+    acc = tl.zeros([rows, own_dims], tl.float32)
     total = tl.zeros([rows], tl.float32)
     peak = tl.full([rows], LOWEST, tl.float32)
     if sunk:
@@ -218,6 +231,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
             position,
             last,
             cache,
+            values_of,
+            first_dim,
             scales,
             table,
             kv_head,
@@ -246,6 +261,8 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
         position,
         last,
         cache,
+        values_of,
+        first_dim,
         scales,
         table,
         kv_head,
@@ -266,8 +283,10 @@ def _prefill_kernel(  # noqa: PLR0913, PLR0915
         described,
         precision,
     )
-    to = (at * (kv_heads * group) + head)[:, None] * head_dim + dim[None, :]
-    tl.store(output + to, (acc / total[:, None]).to(output.dtype.element_ty), mask)
+    own_dim = first_dim + tl.arange(0, own_dims)
+    to = (at * (kv_heads * group) + head)[:, None] * head_dim + own_dim[None, :]
+    own = live[:, None] & (own_dim < head_dim)[None, :]
+    tl.store(output + to, (acc / total[:, None]).to(output.dtype.element_ty), own)
 
 
 @triton.jit
@@ -279,6 +298,8 @@ def _attend_tiles(  # noqa: PLR0913
     position,
     last,
     cache,
+    values_of,
+    first_dim,
     scales,
     table,
     kv_head,
@@ -300,7 +321,7 @@ def _attend_tiles(  # noqa: PLR0913
     precision: tl.constexpr,
 ):
     dims: tl.constexpr = asked.shape[1]
-    step, dim = tl.arange(0, tile), tl.arange(0, dims)
+    step, dim, own_dim = tl.arange(0, tile), tl.arange(0, dims), first_dim + tl.arange(0, acc.shape[1])
     plane = kv_heads * head_rows
     factor = factor_of(scale, softcap, capped)
     wide: tl.constexpr = tile > block_tokens
@@ -313,14 +334,14 @@ def _attend_tiles(  # noqa: PLR0913
         there = start + step
         if described:
             keys = cache.load([at, 0]).to(asked.dtype)
-            values = cache.load([at + plane, 0]).to(asked.dtype)
+            values = values_of.load([at + plane, first_dim]).to(asked.dtype)
             if masked:
                 values = tl.where((there < end)[:, None], values, 0.0)
         else:
             at = at if wide else at + step
             known = (there < end) if masked else (there >= 0)
             keys = load_rows(cache, at, known, dim, head_dim).to(asked.dtype)
-            values = load_rows(cache, at + plane, known, dim, head_dim).to(asked.dtype)
+            values = load_rows(cache, at + plane, known, own_dim, head_dim).to(asked.dtype)
         raw = tl.dot(asked, tl.trans(keys), input_precision=precision)
         worths = raw
         if scaled:

@@ -47,7 +47,7 @@ def load_rows(cache, rows, mask, dims, head_dim: tl.constexpr):
     that was never written may hold NaN.
     """
     offsets = rows.to(tl.int64)[:, None] * head_dim + dims[None, :]
-    if head_dim == dims.shape[0]:
+    if head_dim == dims.shape[0] or head_dim == 2 * dims.shape[0]:  # all elements, or half of them
         return tl.load(cache + offsets, mask=mask[:, None], other=0.0)
     return tl.load(cache + offsets, mask=mask[:, None] & (dims < head_dim)[None, :], other=0.0)
 

@@ -14,7 +14,7 @@ import triton.language
 from triton.compiler import make_backend
 
 WIDE_HEAD = 256
-"""Heads of more elements than this, padded, get tiles with fewer rows."""
+"""Heads of more elements than this, padded, get tiles with fewer rows, or programs for parts of their values."""
 TWO_CHUNKS_BYTES = 160 << 10
 """Shared memory from which kernels of recurrences load a chunk ahead."""
 _SMALL_TILES = [(32, 16, 2), (32, 16, 1), (16, 16, 2), (16, 16, 1)]
@@ -52,6 +52,7 @@ class PrefillTiles:
     stages: int
     descriptors: bool
     paired: bool  # two tiles per step where no mask is needed; with descriptors only
+    parts: int = 1  # of the values' elements, for different programs, each of which computes the scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,13 +188,20 @@ def decode_tiles(
     return tiles
 
 
-def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int) -> PrefillTiles:
+def prefill_tiles(limits: DeviceLimits, *, head_bytes: int, element_bytes: int, is_coded: bool = False) -> PrefillTiles:
     """Return the tile sizes of prefill attention. `head_bytes` is the size of one token's K of one head, padded, in the
-    dtype of the query. Query rows and tiles of K and V share the device's shared memory.
+    dtype of the query. `is_coded` means a one-byte KV cache. Query rows and tiles of K and V share the device's shared
+    memory.
     """
     has_matrix_units = element_bytes <= 2  # float32 is multiplied in registers, which are scarce
     is_wide = head_bytes > WIDE_HEAD * element_bytes
     rows = 128 if has_matrix_units else 32
+    # Registers hold the results of 128 rows for half of such a head only. Codes would lie in memory twice, as stored
+    # and as numbers.
+    if is_wide and has_matrix_units and not is_coded:
+        tile, stages, parts = 64, 1, 2
+        if _prefill_bytes(rows, tile, stages, head_bytes, parts) <= limits.shared_bytes:
+            return PrefillTiles(rows, tile, 8, stages, limits.descriptors, paired=False, parts=parts)
     if is_wide:
         # The results of 64 rows of such heads fill half of the registers of a processor that has this much memory.
         candidates = [(64, 32, 2), *_SMALL_TILES] if has_matrix_units else _SMALL_TILES[-2:]
@@ -248,5 +256,5 @@ def latent_tiles(
     )
 
 
-def _prefill_bytes(rows: int, tile: int, stages: int, head_bytes: int) -> int:
-    return (rows + 2 * tile * stages) * head_bytes + 1024  # the rest: barriers
+def _prefill_bytes(rows: int, tile: int, stages: int, head_bytes: int, parts: int = 1) -> int:
+    return (rows + tile * stages) * head_bytes + tile * stages * head_bytes // parts + 1024  # the rest: barriers
