@@ -140,13 +140,8 @@ POINTERS = {
 }
 FLOATS = {"scale", "softcap", "eps", "limit", "alpha", "shortest", "longest"}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
-    *(
-        (
-            convolution._convolve_kernel,
-            {"is_single": single, "tokens": 1 if single else 4, "seqs": 16, "has_bias": single},
-        )
-        for single in (False, True)
-    ),
+    (convolution._convolve_kernel, {"tokens": 4, "seqs": 16, "has_bias": False}),
+    *((convolution._convolve_step_kernel, {"padded_taps": 4, "has_bias": biased}) for biased in (False, True)),
     (convolution._keep_kernel, {}),
     *((delta_step._step_kernel, {**DELTA, "by_channel": by_channel}) for by_channel in (False, True)),
     (delta_chunks._solve_kernel, {**CHUNKS, "seqs": 16, "block": 16, "exact": "tf32x3"}),

@@ -14,8 +14,9 @@ from baton_serve.engine.kernels.triton.tiles import padded
 
 TILE_TOKENS, TILE_CHANNELS = 32, 128
 """Tile of steps with prompts."""
-SINGLE_CHANNELS = 256
-"""Channels of a program in steps of one token for each sequence."""
+STEP_CHANNELS = 256
+"""Channels of a program in steps of one token for each sequence: few, so that a single sequence occupies many
+processors."""
 MAX_PADDED_SEQS = 256
 """Sequences for which the kernels are compiled once; more compile them again for each power of two."""
 
@@ -44,51 +45,100 @@ def convolve(
     """
     assert x.stride(1) == 1 and states.stride(2) == 1 and states.stride(1) == states.shape[2]
     (num_tokens, channels), taps = x.shape, weight.shape[1]
-    num_seqs, is_single = sequences.slots.shape[0], sequences.max_len == 1
     output = torch.empty((num_tokens, channels), dtype=x.dtype, device=x.device)
-    # With one token each, programs are small, so that a single sequence occupies many processors.
-    tokens, columns = (1, SINGLE_CHANNELS) if is_single else (TILE_TOKENS, TILE_CHANNELS)
-    columns = min(columns, padded(channels))
+    # Triton needs a pointer to a bias even if the kernel does not read it.
+    tensors = (output, x, weight.contiguous(), weight if bias is None else bias, states)
+    constants = {"channels": channels, "taps": taps, "has_bias": bias is not None, "has_silu": has_silu}
+    if sequences.max_len == 1:
+        columns = min(STEP_CHANNELS, padded(channels))
+        _convolve_step_kernel[(num_tokens, triton.cdiv(channels, columns))](
+            *tensors,
+            sequences.slots,
+            x.stride(0),
+            states.stride(0),
+            **constants,
+            padded_taps=padded(taps),
+            columns=columns,
+            num_warps=max(1, min(4, columns // 64)),
+        )
+        return output
+    num_seqs, columns = sequences.slots.shape[0], min(TILE_CHANNELS, padded(channels))
     # No tile has tokens of two sequences.
-    num_tiles = num_tokens if is_single else num_tokens // tokens + num_seqs
-    _convolve_kernel[(num_tiles, triton.cdiv(channels, columns))](
-        output,
-        x,
-        weight.contiguous(),
-        # Triton needs a pointer here even if the kernel does not read it.
-        weight if bias is None else bias,
-        states,
+    _convolve_kernel[(num_tokens // TILE_TOKENS + num_seqs, triton.cdiv(channels, columns))](
+        *tensors,
         sequences.starts,
         sequences.slots,
         num_seqs,
         x.stride(0),
         states.stride(0),
+        **constants,
+        tokens=TILE_TOKENS,
+        columns=columns,
+        seqs=padded_seqs(num_seqs),
+        num_warps=max(1, min(4, TILE_TOKENS * columns // 64)),
+    )
+    # In a launch of its own: all programs above have read the old inputs by then.
+    _keep_kernel[(num_seqs, triton.cdiv(channels, columns))](
+        x,
+        states,
+        sequences.starts,
+        sequences.slots,
+        *checkpoint_arguments(sequences),
+        x.stride(0),
+        states.stride(0),
         channels=channels,
         taps=taps,
-        has_bias=bias is not None,
-        has_silu=has_silu,
-        is_single=is_single,
-        tokens=tokens,
         columns=columns,
-        seqs=1 if is_single else padded_seqs(num_seqs),
-        num_warps=max(1, min(4, tokens * columns // 64)),
+        num_warps=2,
     )
-    if not is_single:
-        # In a launch of its own: all programs above have read the old inputs by then.
-        _keep_kernel[(num_seqs, triton.cdiv(channels, columns))](
-            x,
-            states,
-            sequences.starts,
-            sequences.slots,
-            *checkpoint_arguments(sequences),
-            x.stride(0),
-            states.stride(0),
-            channels=channels,
-            taps=taps,
-            columns=columns,
-            num_warps=2,
-        )
     return output
+
+
+@triton.jit
+def _convolve_step_kernel(  # noqa: PLR0913
+    output,
+    x,
+    weight,
+    bias,
+    states,
+    slots,
+    x_stride,
+    state_stride,
+    channels: tl.constexpr,
+    taps: tl.constexpr,
+    has_bias: tl.constexpr,
+    has_silu: tl.constexpr,
+    padded_taps: tl.constexpr,
+    columns: tl.constexpr,
+):
+    """Convolve one token of each sequence, and move the inputs in its slot by one place. All inputs are read at once,
+    since reading one takes as long.
+    """
+    seq = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + seq)
+    channel, tap = tl.program_id(1) * columns + tl.arange(0, columns), tl.arange(0, padded_taps)
+    kept, has_state, is_new = channel < channels, slot >= 0, (tap == taps - 1)[None, :]
+    mask = kept[:, None] & (tap < taps)[None, :]
+    place = channel[:, None] * taps + tap[None, :]
+    state = states + slot * state_stride + place
+    past = tl.load(state + 1, kept[:, None] & (tap < taps - 1)[None, :] & has_state, other=0.0)
+    new = tl.load(x + seq * x_stride + channel, kept, other=0.0)[:, None]
+    factors = tl.load(weight + place, mask, other=0.0).to(tl.float32)
+    acc = tl.sum(tl.where(is_new, new, past.to(new.dtype)).to(tl.float32) * factors, 1)
+    tl.debug_barrier()  # the inputs of one channel may be in several threads: read all before one is overwritten
+    tl.store(state, tl.where(is_new, new.to(past.dtype), past), mask & has_state)
+    if has_bias:
+        acc += tl.load(bias + channel, kept, other=0.0).to(tl.float32)
+    tl.store(output + seq * channels + channel, _activated(acc, has_state, has_silu, output.dtype.element_ty), kept)
+
+
+@triton.jit
+def _activated(acc, has_state, has_silu: tl.constexpr, dtype: tl.constexpr):
+    """Round as if the convolution had been stored, as the twin does. Padding is zero."""
+    acc = tl.where(has_state, acc, 0.0).to(dtype).to(tl.float32)
+    if has_silu:
+        acc = acc / (1.0 + tl.exp(tl.minimum(-acc, 80.0)))
+    return acc.to(dtype)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -107,24 +157,20 @@ def _convolve_kernel(  # noqa: PLR0913
     taps: tl.constexpr,
     has_bias: tl.constexpr,
     has_silu: tl.constexpr,
-    is_single: tl.constexpr,
     tokens: tl.constexpr,
     columns: tl.constexpr,
     seqs: tl.constexpr,
 ):
-    if is_single:
-        seq, start, number, length = tl.program_id(0), tl.program_id(0), 0, 1
-    else:
-        ids = tl.arange(0, seqs)
-        begins = tl.load(starts + ids, ids < num_seqs, other=0)
-        tiles = (tl.load(starts + 1 + ids, ids < num_seqs, other=0) - begins + tokens - 1) // tokens
-        before = tl.cumsum(tiles, 0) <= tl.program_id(0)
-        seq = tl.sum(before.to(tl.int32), 0)
-        number = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
-        if seq >= num_seqs:
-            return
-        start = tl.load(starts + seq)
-        length = tl.load(starts + seq + 1) - start
+    ids = tl.arange(0, seqs)
+    begins = tl.load(starts + ids, ids < num_seqs, other=0)
+    tiles = (tl.load(starts + 1 + ids, ids < num_seqs, other=0) - begins + tokens - 1) // tokens
+    before = tl.cumsum(tiles, 0) <= tl.program_id(0)
+    seq = tl.sum(before.to(tl.int32), 0)
+    number = tl.program_id(0) - tl.sum(tl.where(before, tiles, 0), 0)
+    if seq >= num_seqs:
+        return
+    start = tl.load(starts + seq)
+    length = tl.load(starts + seq + 1) - start
     slot = tl.load(slots + seq)
     first = number * tokens
     place = first + tl.arange(0, tokens)
@@ -142,21 +188,12 @@ def _convolve_kernel(  # noqa: PLR0913
         if first == 0:
             past = tl.load(state + (taps + at)[:, None], mask & (at < 0)[:, None] & has_state, other=0.0)
             values += past.to(values.dtype)
-            if is_single:
-                # Each thread moves the inputs of its own channels, one place after another.
-                new = past if tap < taps - 1 else values.to(states.dtype.element_ty)
-                tl.store(state + tap, new, mask & has_state)
         factor = tl.load(weight + channel * taps + tap, kept, other=0.0).to(tl.float32)
         acc += values.to(tl.float32) * factor[None, :]
     if has_bias:
         acc += tl.load(bias + channel, kept, other=0.0).to(tl.float32)[None, :]
-    dtype: tl.constexpr = output.dtype.element_ty
-    # Round as if the convolution had been stored, as the twin does. Padding is zero.
-    acc = tl.where(has_state, acc, 0.0).to(dtype).to(tl.float32)
-    if has_silu:
-        acc = acc / (1.0 + tl.exp(tl.minimum(-acc, 80.0)))
     to = output + (start.to(tl.int64) + place.to(tl.int64))[:, None] * channels + channel[None, :]
-    tl.store(to, acc.to(dtype), mask)
+    tl.store(to, _activated(acc, has_state, has_silu, output.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_inner"])

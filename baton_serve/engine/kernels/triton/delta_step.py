@@ -103,12 +103,14 @@ def _step_kernel(  # noqa: PLR0913
     if slot >= 0:
         row, key_head = qkv + seq * qkv_stride, head // group
         width: tl.constexpr = num_heads // group * key_size
-        query = tl.load(row + key_head * key_size + dim, in_key, other=0.0).to(tl.float32)
-        key = tl.load(row + width + key_head * key_size + dim, in_key, other=0.0).to(tl.float32)
+        # All inputs are read at once, since reading one takes as long: query and key by one load, as Triton moves the
+        # result of each load to other threads behind it, with a barrier.
+        at = states + slot * state_stride + head * (key_size * value_size) + dim[:, None] * value_size + column[None, :]
+        mask = in_key[:, None] & in_value[None, :]
+        state = tl.load(at, mask, other=0.0)
+        pair = row + key_head * key_size + dim[:, None] + tl.arange(0, 2)[None, :] * width
+        both = tl.load(pair, in_key[:, None], other=0.0).to(tl.float32)
         value = tl.load(row + 2 * width + head * value_size + column, in_value, other=0.0).to(tl.float32)
-        query *= tl.rsqrt(tl.sum(query * query, 0) + 1e-6) * scale
-        key *= tl.rsqrt(tl.sum(key * key, 0) + 1e-6)
-        # The order is that of the paper: decay, read, update, and only then the answer to the query.
         if by_channel:
             size = step_size(beta + seq * beta_stride + head, dtype)
             log_decay = tl.load(step + seq * step_stride + head * key_size + dim, in_key, other=0.0)
@@ -117,9 +119,10 @@ def _step_kernel(  # noqa: PLR0913
             at_step = step + seq * step_stride
             log_decay, size = gates(beta + seq * beta_stride, at_step, log_rate, step_bias, head, dtype)
             decay = tl.exp(log_decay)
-        at = states + slot * state_stride + head * (key_size * value_size) + dim[:, None] * value_size + column[None, :]
-        mask = in_key[:, None] & in_value[None, :]
-        state = tl.load(at, mask, other=0.0) * decay
+        query, key = tl.split(both * tl.rsqrt(tl.sum(both * both, 0) + 1e-6)[None, :])
+        query *= scale
+        # The order is that of the paper: decay, read, update, and only then the answer to the query.
+        state *= decay
         delta = (value - tl.sum(state * key[:, None], 0)) * size
         state += key[:, None] * delta[None, :]
         tl.store(at, state, mask)
@@ -131,10 +134,10 @@ def _step_kernel(  # noqa: PLR0913
 @triton.jit
 def gates(beta, step, log_rate, step_bias, at, dtype: tl.constexpr):
     """Return (logarithm of the decay, step size) of the gated delta rule for one token, for the head number `at`."""
-    wide = tl.load(step + at).to(tl.float32) + tl.load(step_bias + at)
+    wide, size = tl.load(step + at).to(tl.float32) + tl.load(step_bias + at), step_size(beta + at, dtype)
+    rate = tl.exp(tl.load(log_rate + at))
     # Softplus. Above 20 it is its argument.
-    steps = tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0))))
-    return -tl.exp(tl.load(log_rate + at)) * steps, step_size(beta + at, dtype)
+    return -rate * tl.where(wide > 20.0, wide, tl.log(1.0 + tl.exp(tl.minimum(wide, 20.0)))), size
 
 
 @triton.jit

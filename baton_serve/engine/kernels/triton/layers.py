@@ -268,6 +268,7 @@ def _rms_norm_kernel(  # noqa: PLR0913
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, dims)
     mask = dim < hidden
     values = tl.load(x + row // heads * x_stride + row % heads * head_stride + dim, mask, other=0.0)
+    factor = tl.load(weight + dim, mask, other=0.0).to(tl.float32)  # here: loads do not pass the barrier of a sum
     dtype = values.dtype
     values = values.to(tl.float32)
     if has_residual:
@@ -276,7 +277,6 @@ def _rms_norm_kernel(  # noqa: PLR0913
         tl.store(at, total, mask)
         values = total.to(tl.float32)
     normed = values * tl.rsqrt(tl.sum(values * values, 0) / hidden + eps)
-    factor = tl.load(weight + dim, mask, other=0.0).to(tl.float32)
     if unit_offset:
         normed *= 1.0 + factor
     else:
