@@ -35,12 +35,14 @@ def make_experts(*, like_gpt_oss: bool, dtype: torch.dtype = torch.float32) -> E
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_experts", [6, 32])
 @pytest.mark.parametrize("renormalize", [False, True])
-def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renormalize: bool) -> None:
-    logits = draw(7, num_experts)
+def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renormalize: bool, dtype: torch.dtype) -> None:
+    # No two logits of a token are equal, nor are their likelihoods.
+    logits = torch.rand(7, num_experts, device=DEVICE).argsort(1).to(dtype) / 4 - 3
     logits[0] = 0.0
-    logits[0, 3], logits[0, 5] = 1000.0, 999.0
+    logits[0, 3], logits[0, 5] = 1000.0, 992.0
     weights, chosen = triton_experts.route(logits, 3, renormalize=renormalize)
     twin_weights, twin_chosen = reference_experts.route(logits, 3, renormalize=renormalize)
     torch.testing.assert_close(weights, twin_weights)
@@ -50,9 +52,10 @@ def test_each_token_is_routed_to_its_likeliest_experts(num_experts: int, renorma
 
 
 @pytest.mark.filterwarnings("ignore:invalid value")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_token_without_finite_logits_leaves_the_others_alone(broken: float) -> None:
-    experts, x, logits = make_experts(like_gpt_oss=False), draw(7, HIDDEN), draw(7, EXPERTS)
+def test_a_token_without_finite_logits_leaves_the_others_alone(broken: float, dtype: torch.dtype) -> None:
+    experts, x, logits = make_experts(like_gpt_oss=False), draw(7, HIDDEN), draw(7, EXPERTS).to(dtype)
     wanted = triton_experts.mix(x, *triton_experts.route(logits, 3, renormalize=True), experts)
     logits[2:5] = broken
     weights, chosen = triton_experts.route(logits, 3, renormalize=True)

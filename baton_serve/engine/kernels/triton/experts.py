@@ -21,8 +21,11 @@ from baton_serve.engine.kernels.triton.tiles import padded
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
 
 
-LOWEST = tl.constexpr(-1e38)
-"""The lowest logit in the routing kernel, and, negated, the highest. A NaN becomes the lowest."""
+LOWEST: tl.constexpr = tl.constexpr(-1e38)
+"""The lowest logit in the routing kernel, and, negated, the highest; a NaN becomes the lowest. In float16 it is the
+lowest number of that type."""
+PICKED: tl.constexpr = tl.constexpr(-0x80000000)
+"""The key of an expert that the routing kernel has picked already, below all others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,24 +210,40 @@ def _route_kernel(  # noqa: PLR0913
     has_gate: tl.constexpr,
 ):
     token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
+    dtype: tl.constexpr = logits.dtype.element_ty
+    is_short: tl.constexpr = dtype.primitive_bitwidth == 16
     scores = tl.load(logits + token * stride + expert, expert < num_experts, other=float("-inf")).to(tl.float32)
     # Padding tokens may have any logits. Comparisons with a NaN are false, so one expert would be picked again and
-    # again, and other kernels expect different experts. Likelihoods are not compared instead: compilers know that no
-    # exponential is below zero, and drop such a comparison.
-    scores = tl.minimum(tl.maximum(scores, LOWEST), -LOWEST)
-    # Likelihoods lie in [0, 1], so -1 marks an expert that was picked already.
-    likely = tl.where(expert < num_experts, tl.exp(scores - tl.max(scores, 0)), -1.0)
-    total = tl.sum(tl.where(expert < num_experts, likely, 0.0), 0)
-    best = tl.zeros([picks], tl.float32)
+    # again, and other kernels expect different experts.
+    lowest: tl.constexpr = -65504.0 if dtype == tl.float16 else LOWEST
+    scores = tl.minimum(tl.maximum(scores, lowest), -lowest)
+    # A warp finds its largest integer by one instruction, so experts are compared by integers that sort like their
+    # logits. Those of 16 bits have room for the expert's number, so that of equal ones the first is the largest.
+    if is_short:
+        keys = _sortable(scores.to(dtype).to(tl.int16, bitcast=True).to(tl.int32), 0x7FFF) * 65536 + (0xFFFF - expert)
+    else:
+        keys = _sortable(scores.to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    keys = tl.where(expert < num_experts, keys, PICKED)
+    best = tl.full([picks], PICKED, tl.int32)
     where = tl.zeros([picks], tl.int32)
     for number in tl.static_range(top_k):
-        peak, at = tl.max(likely, 0), tl.argmax(likely, 0)
+        peak = tl.max(keys, 0)
+        at = 0xFFFF - (peak & 0xFFFF) if is_short else tl.min(tl.where(keys == peak, expert, experts), 0)
         best = tl.where(pick == number, peak, best)
-        where = tl.where(pick == number, at.to(tl.int32), where)
-        likely = tl.where(expert == at, -1.0, likely)
+        where = tl.where(pick == number, at, where)
+        keys = tl.where(expert == at, PICKED, keys)
+    if is_short:
+        found = _sortable(best >> 16, 0x7FFF).to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
+    else:
+        found = _sortable(best, 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    found = tl.where(pick < top_k, found, float("-inf"))
+    largest = tl.max(found, 0)
+    likely = tl.exp(found - largest)
     if renormalize:
-        total = tl.sum(best, 0)
-    best = best / total
+        total = tl.sum(likely, 0)
+    else:
+        total = tl.sum(tl.where(expert < num_experts, tl.exp(scores - largest), 0.0), 0)
+    best = likely / total
     # The experts of all tokens stand behind the chosen ones.
     factor = 1.0
     if has_gate:
@@ -235,6 +254,14 @@ def _route_kernel(  # noqa: PLR0913
     width: tl.constexpr = top_k + num_shared
     tl.store(weights + token * width + pick, best, pick < width)
     tl.store(chosen + token * width + pick, where, pick < width)
+
+
+@triton.jit
+def _sortable(bits, magnitude: tl.constexpr):
+    """Return int32 numbers that sort like the floats with these bits, or the bits of such numbers. `magnitude` is all
+    bits but the sign, which bits of 16-bit floats have in front too.
+    """
+    return bits ^ ((bits >> 31) & magnitude)
 
 
 @triton.jit(do_not_specialize=["pairs", "num_tokens"])
