@@ -3,6 +3,7 @@
 The interpreter accepts variables that change their type in a loop or a branch; the compiler does not.
 """
 
+import re
 import sys
 from typing import Any
 
@@ -12,15 +13,19 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton_serve.engine.kernels.triton import (
+    argmax,
     channel_delta,
     convolution,
     decode,
+    decode_new,
     delta_chunks,
     delta_step,
     experts,
     experts_row,
     experts_sorted,
+    gemv,
     latent,
+    layers,
     mixers,
     prefill,
     selective_scan,
@@ -99,6 +104,19 @@ EXPERTS = {
     "tile_depth": 32,
     "precision": "tf32",
 }
+ROW = {"inputs": 128, "rows": 2, "chunk": 64, "has_bias": True}
+CUT = {"min_split": 64, "split_limit": 4, "align": 64, "window": 0}
+NEW_HEADS = {
+    **WIDE_HEADS,
+    **CUT,
+    "head_dim": 64,
+    "dims": 64,
+    "half": 16,
+    "rows": 16,
+    "few": 8,
+    "query_normed": True,
+    "key_normed": True,
+}
 TILES = experts_sorted.GATE_UP_TILES, experts_sorted.DOWN_TILES
 SORTED = [
     {
@@ -116,6 +134,10 @@ POINTERS = {
     **dict.fromkeys(
         ("output", "result", "x", "weight", "bias", "qkv", "beta", "step", "new_values", "seen_keys"), HALF
     ),
+    **dict.fromkeys(("residual", "heads", "query_norm", "key_norm"), HALF),
+    **dict.fromkeys(("frequencies",), WIDE),
+    **dict.fromkeys(("keys", "places"), INT),
+    **dict.fromkeys(("out", "positions"), LONG),
     **dict.fromkeys(("sinks", "pairs", "words", "seen_ends"), HALF),
     **dict.fromkeys(("asking", "adding", "scores"), HALF),
     **dict.fromkeys(("xbc", "skip", "b", "c"), HALF),
@@ -138,7 +160,7 @@ POINTERS = {
     "inner_slots": LONG,
     "inner_tokens": INT,
 }
-FLOATS = {"scale", "softcap", "eps", "limit", "alpha", "shortest", "longest"}
+FLOATS = {"scale", "softcap", "eps", "limit", "alpha", "shortest", "longest", "scaling", "query_eps", "key_eps"}
 KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (convolution._convolve_kernel, {"tokens": 4, "seqs": 16, "has_bias": False}),
     *((convolution._convolve_step_kernel, {"padded_taps": 4, "has_bias": biased}) for biased in (False, True)),
@@ -234,6 +256,14 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
             "has_gate": True,
         },
     ),
+    (gemv._one_row_kernel, ROW),
+    (gemv._gated_row_kernel, ROW),
+    (layers._rotation_kernel, {"half": 4, "dims": 8}),
+    (layers._rms_norm_kernel, {"heads": 1, "hidden": 64, "dims": 64, "has_residual": True, "unit_offset": True}),
+    (decode_new._decode_new_kernel, NEW_HEADS),
+    (decode._combine_kernel, {**CUT, "heads": 4, "head_dim": 32, "dims": 32, "max_splits": 4, "sunk": False}),
+    (argmax._part_kernel, {"part": 64}),
+    (argmax._whole_kernel, {"width": 16}),
 ]
 SHORT = {"channels": 64, "taps": 4, "has_silu": True, "columns": 32}
 """Constants of the convolution."""
@@ -242,6 +272,7 @@ SHORT = {"channels": 64, "taps": 4, "has_silu": True, "columns": 32}
 def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
     """Compile a kernel for `TARGET`. Raises Triton's `CompilationError`."""
     names, types = kernel.arg_names, dict(POINTERS)
+    constants = {"overlaps": True, **constants}
     if constants.get("kind", -1) >= 0:  # a KV cache of codes, which are also read in pairs and in words
         types.update(cache="*i8", pairs="*i16", words="*i32")
     if "taps" in names:
@@ -263,7 +294,18 @@ def compile_kernel(kernel: Any, constants: dict[str, Any]) -> None:
         for name in names
     }
     fixed = {(names.index(name),): value for name, value in constants.items()}
-    triton.compile(ASTSource(fn=kernel, signature=signature, constexprs=fixed), target=TARGET, options=options)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed)
+    assembly: str = triton.compile(source, target=TARGET, options=options).asm["ptx"]
+    if "overlaps" in names:
+        check_overlap(assembly)
+
+
+def check_overlap(assembly: str) -> None:
+    """Check that a kernel that starts early waits for the kernel before it ahead of its accesses to memory."""
+    first = re.search(r"\b(ld|st|atom|red|cp)\.\S*(global|bulk)", assembly)
+    launch, wait = (assembly.index(f"griddepcontrol.{name};") for name in ("launch_dependents", "wait"))
+    assert first is not None and launch < wait < first.start(), "memory is accessed before the wait"
+    assert assembly.count("griddepcontrol.wait;") == 1
 
 
 def main() -> None:

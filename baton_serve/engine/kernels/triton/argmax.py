@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.tiles import padded
 
 NO_NUMBER: tl.constexpr = tl.constexpr(0x7FFFFFFF)
@@ -25,7 +26,9 @@ def argmax(logits: Tensor, out: Tensor) -> Tensor:
     """
     found = part_keys(logits)
     (rows, columns), parts = logits.shape, found.shape[2]
-    _whole_kernel[(rows,)](out, found[0], found[1], parts, columns, width=padded(parts), num_warps=1)
+    _whole_kernel[(rows,)](
+        out, found[0], found[1], parts, columns, width=padded(parts), num_warps=1, **overlapping(out.device)
+    )
     return out
 
 
@@ -39,12 +42,25 @@ def part_keys(logits: Tensor) -> Tensor:
     rows, columns = logits.shape
     parts = -(-columns // _PART)
     keys = torch.empty((2, rows, parts), dtype=torch.int32, device=logits.device)
-    _part_kernel[(rows, parts)](keys[0], keys[1], logits, logits.stride(0), columns, parts, part=_PART, num_warps=4)
+    _part_kernel[(rows, parts)](
+        keys[0],
+        keys[1],
+        logits,
+        logits.stride(0),
+        columns,
+        parts,
+        part=_PART,
+        num_warps=4,
+        **overlapping(logits.device),
+    )
     return keys
 
 
 @triton.jit
-def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexpr):
+def _part_kernel(  # noqa: PLR0913
+    keys, places, logits, stride, columns, parts, part: tl.constexpr, overlaps: tl.constexpr
+):
+    start_early(overlaps)
     row = tl.program_id(0)
     column = tl.program_id(1) * part + tl.arange(0, part)
     number = tl.load(logits + row.to(tl.int64) * stride + column, column < columns, other=0.0).to(tl.float32)
@@ -60,7 +76,8 @@ def _part_kernel(keys, places, logits, stride, columns, parts, part: tl.constexp
 
 
 @triton.jit
-def _whole_kernel(out, keys, places, parts, columns, width: tl.constexpr):
+def _whole_kernel(out, keys, places, parts, columns, width: tl.constexpr, overlaps: tl.constexpr):
+    start_early(overlaps)
     row = tl.program_id(0)
     part = tl.arange(0, width)
     key = tl.load(keys + row * parts + part, part < parts, other=-0x80000000)

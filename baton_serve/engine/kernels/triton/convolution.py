@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import PackedSequences
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.tiles import padded
 
 TILE_TOKENS, TILE_CHANNELS = 32, 128
@@ -60,6 +61,7 @@ def convolve(
             padded_taps=padded(taps),
             columns=columns,
             num_warps=max(1, min(4, columns // 64)),
+            **overlapping(x.device),
         )
         return output
     num_seqs, columns = sequences.slots.shape[0], min(TILE_CHANNELS, padded(channels))
@@ -110,10 +112,12 @@ def _convolve_step_kernel(  # noqa: PLR0913
     has_silu: tl.constexpr,
     padded_taps: tl.constexpr,
     columns: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Convolve one token of each sequence, and move the inputs in its slot by one place. All inputs are read at once,
     since reading one takes as long.
     """
+    start_early(overlaps)
     seq = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + seq)
     channel, tap = tl.program_id(1) * columns + tl.arange(0, columns), tl.arange(0, padded_taps)

@@ -17,6 +17,7 @@ from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSp
 from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.triton.codes import CODE_KINDS
 from baton_serve.engine.kernels.triton.decode_codes import attend_codes
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.softmax import (
     HIDDEN,
     LOG2E,
@@ -145,6 +146,7 @@ def combine(
         window=spec.sliding_window or 0,
         sunk=spec.sinks is not None,
         num_warps=1,
+        **overlapping(output.device),
     )
 
 
@@ -392,10 +394,12 @@ def _combine_kernel(  # noqa: PLR0913
     align: tl.constexpr,
     window: tl.constexpr,
     sunk: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Merge the splits of one head of one sequence into its row of `output`. Their order is fixed, so that results are
     reproducible.
     """
+    start_early(overlaps)
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     token = tl.load(query_starts + seq).to(tl.int64)
     context, after = tl.load(context_lens + seq), tl.load(query_starts + seq + 1)

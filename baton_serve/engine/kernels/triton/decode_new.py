@@ -13,6 +13,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.interfaces import AttentionMetadata, AttentionSpec, NewHeads
 from baton_serve.engine.kernels.quantized_kv import is_coded
 from baton_serve.engine.kernels.triton.decode import attend_split, combine, cut, most_splits, store_split
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.softmax import capped_scores, factor_of
 from baton_serve.engine.kernels.triton.tiles import DecodeTiles, padded, padded_head
 
@@ -91,6 +92,7 @@ def decode_new(
         precision="ieee" if output.dtype == torch.float32 else "tf32",
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **overlapping(output.device),
     )
     combine(output, partial, stats, meta, spec, tiles, align)
     return output
@@ -142,7 +144,9 @@ def _decode_new_kernel(  # noqa: PLR0913, PLR0915
     key_normed: tl.constexpr,
     seqs: tl.constexpr,
     precision: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     if seqs > 1:
         ids = tl.arange(0, seqs)
         contexts = tl.load(context_lens + ids, mask=ids < num_seqs, other=0)

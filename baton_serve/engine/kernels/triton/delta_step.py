@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.mixers import ChannelDeltaHeads, DeltaHeads, PackedSequences
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.tiles import padded
 
 FEW_PROGRAMS = 1024
@@ -67,6 +68,7 @@ def _step(
         values=values,
         by_channel=by_channel,
         num_warps=4,
+        **overlapping(states.device),
     )
     return output
 
@@ -93,7 +95,9 @@ def _step_kernel(  # noqa: PLR0913
     value_size: tl.constexpr,
     values: tl.constexpr,
     by_channel: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     seq, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     dim, column = tl.arange(0, keys), tl.program_id(2) * values + tl.arange(0, values)
     in_key, in_value = dim < key_size, column < value_size

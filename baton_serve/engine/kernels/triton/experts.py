@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton_serve.engine.kernels.interfaces import Experts
 from baton_serve.engine.kernels.triton import experts_row, experts_sorted
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.tiles import padded
 
 __all__ = ["ExpertTiles", "expert_tiles", "mix", "route"]
@@ -60,6 +61,7 @@ def route(
         has_gate=has_gate,
         # Several warps would exchange every maximum through shared memory.
         num_warps=1,
+        **overlapping(logits.device),
     )
     return weights, chosen
 
@@ -208,7 +210,9 @@ def _route_kernel(  # noqa: PLR0913
     picks: tl.constexpr,
     renormalize: tl.constexpr,
     has_gate: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     token, expert, pick = tl.program_id(0).to(tl.int64), tl.arange(0, experts), tl.arange(0, picks)
     dtype: tl.constexpr = logits.dtype.element_ty
     is_short: tl.constexpr = dtype.primitive_bitwidth == 16

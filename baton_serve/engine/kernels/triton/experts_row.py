@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton_serve.engine.kernels.interfaces import Experts
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.tiles import padded
 
 
@@ -61,6 +62,7 @@ def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Ten
         chunk=min(first.chunk, padded(hidden)),
         num_warps=first.warps,
         num_stages=first.stages,
+        **overlapping(x.device),
     )
     result = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
     _down_row_kernel[(hidden,)](
@@ -77,6 +79,7 @@ def mix_row(x: Tensor, weights: Tensor, chosen: Tensor, experts: Experts) -> Ten
         chunk=min(second.chunk, padded(width)),
         num_warps=second.warps,
         num_stages=second.stages,
+        **overlapping(x.device),
     )
     return result
 
@@ -91,8 +94,10 @@ def _gate_up_row_kernel(  # noqa: PLR0913
     inputs: tl.constexpr,
     outputs: tl.constexpr,
     chunk: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute silu(gate) * up of one chosen expert for one output."""
+    start_early(overlaps)
     output, choice = tl.program_id(0), tl.program_id(1)
     expert = tl.load(chosen + choice)
     if expert < num_experts:  # others are on other ranks
@@ -126,8 +131,10 @@ def _down_row_kernel(  # noqa: PLR0913
     inputs: tl.constexpr,
     outputs: tl.constexpr,
     chunk: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute one output of all chosen experts at the same time, and add them up."""
+    start_early(overlaps)
     choice, step, output = tl.arange(0, choices), tl.arange(0, chunk), tl.program_id(0)
     expert = tl.load(chosen + choice, choice < top_k, other=num_experts)
     is_own = expert < num_experts

@@ -13,6 +13,7 @@ from torch import Tensor
 from baton_serve.engine.kernels.interfaces import Activations, Weight
 from baton_serve.engine.kernels.quantized_weights import QuantizedWeight
 from baton_serve.engine.kernels.triton.activation_digits import Digits
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.digit_products import digit_product
 from baton_serve.engine.kernels.triton.tiles import row_tiles
@@ -49,6 +50,7 @@ def linear(x: Activations, weight: Weight, bias: Tensor | None) -> Tensor:
         has_bias=bias is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **overlapping(x.device),
     )
     return result
 
@@ -76,6 +78,7 @@ def gated_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         has_bias=bias is not None,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
+        **overlapping(x.device),
     )
     return result
 
@@ -91,7 +94,9 @@ def _one_row_kernel(  # noqa: PLR0913
     rows: tl.constexpr,
     chunk: tl.constexpr,
     has_bias: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     row, column = tl.program_id(0) * rows + tl.arange(0, rows), tl.arange(0, chunk)
     live = row < outputs
     acc = tl.zeros([rows, chunk], tl.float32)
@@ -108,9 +113,18 @@ def _one_row_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _gated_row_kernel(  # noqa: PLR0913
-    result, x, weight, bias, width, inputs: tl.constexpr, chunk: tl.constexpr, has_bias: tl.constexpr
+    result,
+    x,
+    weight,
+    bias,
+    width,
+    inputs: tl.constexpr,
+    chunk: tl.constexpr,
+    has_bias: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute silu(gate) * up of one row of activations. Each program computes one gate and its up value."""
+    start_early(overlaps)
     output = tl.program_id(0)
     row, column = output + tl.arange(0, 2) * width, tl.arange(0, chunk)
     acc = tl.zeros([2, chunk], tl.float32)

@@ -23,6 +23,7 @@ from baton_serve.engine.kernels.triton.experts import route
 from baton_serve.engine.kernels.triton.experts_codes import mix
 from baton_serve.engine.kernels.triton.gemv import gated_row, is_row, linear, pack
 from baton_serve.engine.kernels.triton.kv_store import coded, largest_of, scale_of
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.quant import linear as triton_quant
 from baton_serve.engine.kernels.triton.quant.digit_products import has_nibbles, takes_digits
 from baton_serve.engine.kernels.triton.quant.gemv import row_product
@@ -34,13 +35,24 @@ def rotation(positions: Tensor, frequencies: Tensor, scaling: float) -> tuple[Te
     half = frequencies.shape[0]
     both = torch.empty((2, positions.shape[0], 2 * half), dtype=torch.float32, device=positions.device)
     _rotation_kernel[(positions.shape[0],)](
-        both[0], both[1], positions, frequencies, scaling, half=half, dims=padded(2 * half), num_warps=1
+        both[0],
+        both[1],
+        positions,
+        frequencies,
+        scaling,
+        half=half,
+        dims=padded(2 * half),
+        num_warps=1,
+        **overlapping(positions.device),
     )
     return both[0], both[1]
 
 
 @triton.jit
-def _rotation_kernel(cos, sin, positions, frequencies, scaling, half: tl.constexpr, dims: tl.constexpr):
+def _rotation_kernel(  # noqa: PLR0913
+    cos, sin, positions, frequencies, scaling, half: tl.constexpr, dims: tl.constexpr, overlaps: tl.constexpr
+):
+    start_early(overlaps)
     token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, dims)
     live = dim < 2 * half
     angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + dim % half, live, other=0.0)
@@ -95,6 +107,7 @@ def rms_norm(
         has_residual=residual is not None,
         unit_offset=unit_offset,
         num_warps=max(1, min(16, padded(hidden) // 512)),
+        **overlapping(x.device),
     )
     return output.view(x.shape)
 
@@ -264,7 +277,9 @@ def _rms_norm_kernel(  # noqa: PLR0913
     dims: tl.constexpr,
     has_residual: tl.constexpr,
     unit_offset: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     row, dim = tl.program_id(0).to(tl.int64), tl.arange(0, dims)
     mask = dim < hidden
     values = tl.load(x + row // heads * x_stride + row % heads * head_stride + dim, mask, other=0.0)

@@ -17,6 +17,7 @@ from baton_serve.engine.kernels.triton.channel_delta import channel_delta_chunks
 from baton_serve.engine.kernels.triton.convolution import convolve
 from baton_serve.engine.kernels.triton.delta_chunks import delta_chunks
 from baton_serve.engine.kernels.triton.delta_step import channel_delta_step, delta_step
+from baton_serve.engine.kernels.triton.overlap import overlapping, start_early
 from baton_serve.engine.kernels.triton.selective_scan import selective_scan
 from baton_serve.engine.kernels.triton.state_space import lightning, state_space
 from baton_serve.engine.kernels.triton.tiles import padded
@@ -74,6 +75,7 @@ def gated_norm(x: Tensor, gate: Tensor, norm: Norm) -> Tensor:
         dims=padded(size),
         tile=tile,
         num_warps=max(1, min(4, tile * padded(size) // 256)),
+        **overlapping(x.device),
     )
     return output
 
@@ -84,7 +86,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     output, width = torch.empty_like(x), x.shape[1]
     tile = min(_TILE_COLUMNS, padded(width))
     _sigmoid_gate_kernel[(len(x), triton.cdiv(width, tile))](
-        output, x, gate, gate.stride(0), width=width, tile=tile, num_warps=4
+        output, x, gate, gate.stride(0), width=width, tile=tile, num_warps=4, **overlapping(x.device)
     )
     return output
 
@@ -142,7 +144,9 @@ def _gated_norm_kernel(  # noqa: PLR0913
     size: tl.constexpr,
     dims: tl.constexpr,
     tile: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    start_early(overlaps)
     token, dim = tl.program_id(0).to(tl.int64), tl.arange(0, dims)
     head = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = (head < num_heads)[:, None] & (dim < size)[None, :]
@@ -161,7 +165,8 @@ def _gated_norm_kernel(  # noqa: PLR0913
 
 
 @triton.jit
-def _sigmoid_gate_kernel(output, x, gate, gate_stride, width: tl.constexpr, tile: tl.constexpr):
+def _sigmoid_gate_kernel(output, x, gate, gate_stride, width: tl.constexpr, tile: tl.constexpr, overlaps: tl.constexpr):
+    start_early(overlaps)
     row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile + tl.arange(0, tile)
     mask = column < width
     values = tl.load(x + row * width + column, mask, other=0.0)
