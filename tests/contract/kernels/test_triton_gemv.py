@@ -29,6 +29,7 @@ def test_a_bfloat16_row_is_summed_in_float32() -> None:
 @pytest.mark.parametrize("inputs", [24, 2048, 4096, 7168, 2500])
 def test_one_row_of_gate_and_up_is_gated_in_their_product(width: int, inputs: int) -> None:
     x, weight, bias = (torch.randn(size, device=DEVICE) for size in [(1, inputs), (2 * width, inputs), (2 * width,)])
+    weight /= inputs**0.5  # the rounding of a gate close to zero must not be multiplied by a large number
     for given in (bias, None):
         product = Linear(weight, given)
         result, wanted = (k.gated_linear(x, product, weight) for k in (triton_layers, reference_layers))
