@@ -1,5 +1,5 @@
-"""Decides whether the next step is launched before the last one ends (async scheduling), and ends requests that failed
-in a step.
+"""Asks the scheduler for a step, starts the copies that it needs, and ends requests that failed in it; `step_loop.py`
+decides when.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
-"""Launches scheduled steps, several at a time in a pipeline, and applies their results; decides what a step without
-memory (OOM) ends.
+"""Decides whether the next step is launched before the last one ends (async scheduling), applies results, and ends
+steps without memory (OOM).
 
 On accelerators the next step is launched before the tokens of the current one are known.
 """
