@@ -7,7 +7,7 @@ next step is scheduled and launched while the device computes the current one.
 
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from itertools import takewhile
 from pathlib import Path
@@ -216,8 +216,10 @@ class Engine:
         pixels: Pixels = NO_PIXELS,
         logits_processors: tuple[LogitsProcessor, ...] = (),
         sends_parts: bool = False,
+        awaited: Collection[bytes] = (),
     ) -> None:
-        """Queue a request. `pixels` are the preprocessed images of the prompt, as `image_reader` returns them.
+        """Queue a request. `pixels` are the preprocessed images of the prompt, as `image_reader` returns them. Those in
+        `awaited`, by digest, come later through `supply_images`; the tokens before them are computed meanwhile.
         `logits_processors` are called in the engine's thread, for each token.
 
         With mode `generate`, the whole answer is generated here. With `prefill`, the prompt is computed and the first
@@ -226,13 +228,26 @@ class Engine:
         memory that `kv` shows only after `mirror`. Raises `RequestError` if the request can never be served.
         """
         self._check(work)
-        check_images(work, self._images, pixels)
+        check_images(work, self._images, pixels, awaited)
         parent = self._table.add(work, mode, time.monotonic())
-        give_images(parent.request, self._images, pixels)
+        give_images(parent.request, self._images, pixels, awaited)
         parent.request.logits_processors = logits_processors
         if sends_parts:
             self._mirror_refs.leave_to_ranks(work.request_id)
         self._table.enqueue(parent)
+
+    @property
+    def can_await_images(self) -> bool:
+        """Return whether `add` accepts `awaited` images."""
+        return self._images is not None and self._images.can_follow and not self.limits.has_bidirectional_prompts
+
+    def supply_images(self, request_id: RequestId, pixels: Pixels) -> None:
+        """Add images, by digest, that a request has awaited. An unknown id is ignored. Raises `RequestError` for an
+        image that is not that of the prompt; the caller then ends the request.
+        """
+        request = self._table.requests.get(request_id)
+        if request is not None and self._images is not None:
+            self._images.supply(request, pixels)
 
     def mirror(self, request_id: RequestId) -> None:
         """Make the computed blocks of a request that was added with `sends_parts` whole in the memory that `kv` shows,

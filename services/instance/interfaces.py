@@ -5,7 +5,7 @@ The real classes match them structurally and do not import this module; tests us
 the modules that define them.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol
 
@@ -75,8 +75,15 @@ class EnginePort(SteppingPort, Protocol):
 
     def compile_grammar(self, grammar: str) -> "Future[object]": ...
     def add(
-        self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS, sends_parts: bool = False
+        self,
+        work: Work,
+        *,
+        mode: Mode = "generate",
+        pixels: Pixels = NO_PIXELS,
+        sends_parts: bool = False,
+        awaited: Collection[bytes] = (),
     ) -> None: ...
+    def supply_images(self, request_id: RequestId, pixels: Pixels) -> None: ...
     def mirror(self, request_id: RequestId) -> None: ...
     def reserve(self, work: Work) -> Reservation | None: ...
     def mark_received(self, request_id: RequestId, names: Sequence[BlockHash], *, in_parts: bool = False) -> None: ...

@@ -9,11 +9,10 @@ import time
 
 from baton_serve.contracts.messages import ErrorCode, Generate
 from baton_serve.engine.core.outputs import CompletedBlocks, SequenceOutput
-from baton_serve.engine.model.vision.image_types import NO_PIXELS
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
-from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 
 
@@ -86,16 +85,12 @@ async def generate(
     work = request.work
     await await_grammar(engine, request)
     await puller.pull(request, message.pull)
-    pixels = NO_PIXELS if images is None else await images.images(request, message)
     observer = GenerationObserver()
     request.progress = observer
-    # Set before the call: a `Cancel` of one sequence that arrives meanwhile is posted after `add` and finds the
-    # request.
-    request.is_admitted = True
     try:
-        await engine.call(lambda e: e.add(work, pixels=pixels))
+        await (images or PromptImageSource()).add(engine, request, message, mode="generate")
         await observer.wait()
     finally:
         # Cancelled or failed outside the engine. If `add` did not succeed, the engine ignores the unknown id.
-        if not observer.is_over:
+        if request.is_admitted and not observer.is_over:
             engine.post(lambda e: e.cancel(work.request_id))

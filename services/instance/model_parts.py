@@ -54,7 +54,8 @@ from baton_serve.services.instance.engine_builder import (
 from baton_serve.services.instance.engine_thread import EngineThread
 from baton_serve.services.instance.errors import EngineBroken, StartFailed
 from baton_serve.services.instance.kv_sharing.block_serving import KVSharing
-from baton_serve.services.instance.kv_sharing.encoded_images import EmbeddingFetcher, PromptImageSource
+from baton_serve.services.instance.kv_sharing.encoded_images import EmbeddingFetcher
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import EmbeddingMetrics, TransferMetrics
 from baton_serve.services.instance.nodes.meeting import NodeMeeting
@@ -306,7 +307,7 @@ class ModelParts:
         """Return what gets the images of prompts, which may fetch embeddings from encode instances."""
         reader = engine.image_reader
         if reader is None or (layout := reader.embedding_layout) is None:
-            return PromptImageSource(reader)
+            return PromptImageSource(reader, can_await_images=engine.can_await_images)
         # Nobody fetches from this node, so its port may be any one. Embeddings arrive in host memory, whole.
         own = msgspec.structs.replace(node_settings, bind="tcp://127.0.0.1:*", advertise_host="", parts=1)
         fetcher = EmbeddingFetcher(
@@ -317,7 +318,7 @@ class ModelParts:
             source_tokens=engine.limits.source_tokens,
         )
         self._parts.on_stop("embeddings", fetcher.close)
-        return PromptImageSource(reader, fetcher)
+        return PromptImageSource(reader, fetcher, can_await_images=engine.can_await_images)
 
     async def _encoding(self, engine: ImageEncoder, connections: ModelConnections) -> EncodingServer:
         """Start the transfer of embeddings, and return the server of an image encoder."""

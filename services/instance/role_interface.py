@@ -10,7 +10,7 @@ from baton_serve.engine import Engine, EngineStats
 from baton_serve.kvtransfer import RankedTransferNode
 from baton_serve.services.common.rpc.instance_link import InstanceServer, RouterId
 from baton_serve.services.instance.engine_thread import EngineThread, TimedStepResult
-from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import Puller
 from baton_serve.services.instance.metrics import TransferMetrics
 from baton_serve.services.instance.request_server import RoleHandler

@@ -18,7 +18,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.errors import RequestFailed
 from baton_serve.services.instance.interfaces import EngineStats, HandoffCounter, HandoffSourcePort
-from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import await_grammar, generate
 from baton_serve.services.instance.request_server import RoleMessage, await_uncancelled
@@ -109,10 +109,13 @@ class PrefillHandler:
         """
         await await_grammar(self._engine, request)
         await self._puller.pull(request, message.pull)
-        pixels = await self._images.images(request, message)
-        sends_parts = handoff is not None and handoff.sends_parts
-        await self._engine.call(
-            lambda engine: engine.add(request.work, mode="prefill", pixels=pixels, sends_parts=sends_parts)
+        # Asked when the engine gets the request, since the images may take long.
+        await self._images.add(
+            self._engine,
+            request,
+            message,
+            mode="prefill",
+            sends_parts=lambda: handoff is not None and handoff.sends_parts,
         )
 
     async def _compute(self, request: AttemptEntry, message: Prefill, observer: HandoffObserver) -> None:

@@ -12,7 +12,7 @@ from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.cpu_sharing.cpu_affinity import thread_count
 from baton_serve.services.instance.engine_thread import EngineCalls
 from baton_serve.services.instance.interfaces import EngineStats
-from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.kv_sharing.pulling import PullPort
 from baton_serve.services.instance.local_generation import generate
 from baton_serve.services.instance.nodes.rank_host import run_node

@@ -18,6 +18,7 @@ from baton_serve.contracts.identity import BlockHash, RequestId
 from baton_serve.contracts.messages import Work
 from baton_serve.contracts.vision.llava import PINPOINTS
 from baton_serve.contracts.vision.llava import Llava as LlavaFamily
+from baton_serve.contracts.vision.media_text import MediaText
 from baton_serve.engine import Engine, EngineConfig
 from baton_serve.engine.collectives.shard import Shard
 from baton_serve.engine.errors import ModelError, RequestError
@@ -29,7 +30,7 @@ from tests.engine.conftest import FakeCapture
 from tests.engine.driving import Answers, copy_block, hand_over, make_engine, make_work, run
 from tests.engine.rank_threads import use_threads
 from tests.images import Piece, Reference, picture, prompt_of, tokens_of
-from tests.tiny_models import IMAGE_TOKENS, write_tiny_llava
+from tests.tiny_models import IMAGE_ID, IMAGE_TOKENS, write_tiny_llava
 
 pytestmark = pytest.mark.slow
 
@@ -288,6 +289,60 @@ def test_preempted_without_their_images_no_answer_is_wrong(llava: Llava) -> None
             answer = answers.get((RequestId(name), 0), [])
             assert answer == llava.answers[number][: len(answer)]
             assert len(answer) == COUNT or name in failed
+        assert engine.stats().free_blocks == engine.stats().total_blocks
+
+
+@pytest.mark.parametrize(("is_async", "step", "block_size"), [(False, 64, 4), (True, 64, 4), (False, 7, 16)])
+def test_tokens_before_an_image_are_computed_before_it_comes(
+    llava: Llava, is_async: bool, step: int, block_size: int
+) -> None:
+    """Meanwhile the engine serves others, and has nothing to do without them."""
+    settings = {"max_num_batched_tokens": step, "max_num_seqs": 4, "async_scheduling": is_async}
+    with reader(llava.folder, block_size=block_size, **settings) as engine:
+        assert engine.can_await_images and engine.image_reader is not None
+        work, digests = work_of(engine, "x", TWO), [span.digest for span in work_of(engine, "x", TWO).media]
+        files = [piece for piece in TWO if isinstance(piece, bytes)]
+        pixels = engine.image_reader.read(files)
+        given, late = digests[:2]
+        engine.add(work, mode="prefill", pixels={given: pixels[given]}, awaited={late})
+        while engine.has_work():
+            assert not engine.step().tokens
+        assert engine.stats().prompt_tokens == work.media[1].start
+        add(engine, work_of(engine, "other", ONE), ONE)
+        assert run(engine)["other", 0] == llava.answers[0]
+        with pytest.raises(RequestError, match="placeholder tokens"):
+            engine.supply_images(RequestId("x"), {late: DecodedImage({}, 1, 1, text_of(3))})
+        engine.supply_images(RequestId("x"), {late: pixels[late]})
+        engine.supply_images(RequestId("unknown"), {late: pixels[late]})
+        assert run(engine)["x", 0] == llava.answers[2][:1]
+        engine.release(RequestId("x"))
+        assert engine.stats().free_blocks == engine.stats().total_blocks
+
+
+def text_of(count: int) -> MediaText:
+    return MediaText(parts=(count,), token_id=IMAGE_ID, placeholder=IMAGE_ID)
+
+
+def test_a_preempted_prompt_waits_again_and_a_cancelled_one_leaves_nothing(llava: Llava) -> None:
+    with reader(llava.folder, num_gpu_blocks_override=23, max_model_len=80, block_size=4) as engine:
+        assert engine.image_reader is not None
+        add(engine, work_of(engine, "one", ONE), ONE)
+        work = work_of(engine, "late", OTHER)
+        engine.add(work, awaited={work.media[0].digest})
+        answers: Answers = {}
+        while engine.has_work():
+            for output in engine.step().tokens:
+                answers.setdefault((output.request_id, 0), []).extend(output.token_ids)
+        assert answers == {("one", 0): llava.answers[0]}
+        engine.supply_images(RequestId("late"), engine.image_reader.read([picture(2)]))
+        assert run(engine)["late", 0] == llava.answers[1]
+        gone = work_of(engine, "gone", OTHER)
+        engine.reset_prefix_cache()
+        engine.add(gone, awaited={gone.media[0].digest})
+        while engine.has_work():
+            engine.step()
+        assert engine.stats().free_blocks < engine.stats().total_blocks
+        engine.cancel(RequestId("gone"))
         assert engine.stats().free_blocks == engine.stats().total_blocks
 
 

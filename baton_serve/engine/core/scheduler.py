@@ -132,7 +132,7 @@ class Scheduler:
     def has_work(self) -> bool:
         """Return whether `schedule` may find something to compute, or sequences wait for copies from the host tier."""
         table = self._table
-        if table.running or table.loading or (table.ready and table.has_free_slot):
+        if _can_run(table) or table.loading or (table.ready and table.has_free_slot):
             return True
         head = table.peek_waiting()
         return head is not None and table.has_free_slot and not self.admission.is_still_blocked(head)
@@ -213,7 +213,8 @@ class Scheduler:
             and self._fits_max_loras(head)
             and self.admission.admit(head, now)
         ):
-            if head.state is SequenceState.RUNNING:
+            # Its cached prefix may end behind the images that are here.
+            if head.state is SequenceState.RUNNING and not head.must_await_image:
                 budget -= self._append_chunk(chunks, head, budget)
 
     def schedule_ahead(self, now: float) -> ScheduledBatch | None:
@@ -337,9 +338,8 @@ class Scheduler:
     def _append_chunk(self, chunks: list[ScheduledChunk], sequence: Sequence, budget: int) -> int:
         """Add a chunk of the sequence's prompt to `chunks`, of at most `budget` tokens. Return by how many tokens the
         budget is used up: the chunk's length, or all of `budget` if no further chunk may be added to this step."""
-        start, length = sequence.num_computed_tokens, min(sequence.num_uncomputed_tokens, budget)
-        if sequence.request.wants_prompt_logprobs:
-            length = min(length, PROMPT_LOGPROBS_CHUNK)
+        start, length = sequence.num_computed_tokens, min(sequence.num_ready_tokens, budget)
+        length = min(length, PROMPT_LOGPROBS_CHUNK) if sequence.request.wants_prompt_logprobs else length
         length, inner, row = self._table.checkpoints.cut(sequence, length, sum([chunk.inner > 0 for chunk in chunks]))
         length = _around_whole_parts(sequence, length, chunks, self._table.limits)
         if length and (room := self._table.windows.grow(sequence, start + length) - start) < length:
@@ -473,14 +473,20 @@ def _completed_by(sequence: Sequence, num_computed_tokens: int, block_tokens: in
     return CompletedBlocks(request.work.request_id, named)
 
 
+def _can_run(table: RequestTable) -> bool:
+    """Return whether a sequence of the batch has what its next token needs."""
+    return any(not sequence.must_await_image for sequence in table.running)
+
+
 def _must_await(sequence: Sequence, limits: SchedulerConfig) -> bool:
-    """Return whether a sequence cannot be part of the next step, because it needs tokens that the device is still
-    computing.
+    """Return whether a sequence cannot be part of the next step, because it needs an image that has not come yet, or
+    tokens that the device is still computing.
 
     With pipeline parallelism the step needs all of them: a stage gets its tokens from the host.
     """
     is_staged = limits.num_stages > 1
-    return sequence.must_await_tokens or (is_staged and sequence.num_output_placeholders > 0)
+    must_await = sequence.must_await_image or sequence.must_await_tokens
+    return must_await or (is_staged and sequence.num_output_placeholders > 0)
 
 
 def _decode_quota(table: RequestTable) -> int:

@@ -5,6 +5,7 @@ Pure state. A request starts with one *parent sequence* that computes the prompt
 from it when their first tokens are known.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -92,6 +93,8 @@ class Request:
     has_images: bool = False
     """Whether the pixels of the prompt's images are on this instance, so that all of the prompt can be computed behind
     the first `num_unsent_tokens`."""
+    num_ready_tokens: int = sys.maxsize
+    """Number of leading tokens that can be computed now: those before the first image that is still awaited."""
     num_unsent_tokens: int = 0
     """Number of leading tokens with images that were not sent, because their KV was cached."""
     answer_shift: int = field(init=False)
@@ -198,6 +201,17 @@ class Sequence:
         return self.request.must_await_first_tokens or self.request.reaches_max_length(
             self.num_generated + self.num_output_placeholders
         )
+
+    @property
+    def num_ready_tokens(self) -> int:
+        """Return how many tokens can be computed now: those not computed yet, up to the first image that has not come
+        yet."""
+        return max(0, min(self.num_uncomputed_tokens, self.request.num_ready_tokens - self.num_computed_tokens))
+
+    @property
+    def must_await_image(self) -> bool:
+        """Return whether the next token to compute needs an image that has not come yet."""
+        return self.num_computed_tokens >= self.request.num_ready_tokens
 
     @property
     def num_generated(self) -> int:

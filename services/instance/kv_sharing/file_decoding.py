@@ -16,8 +16,9 @@ from baton_serve.engine.model.vision.image_types import NO_PIXELS, Pixels
 MAX_VIDEO_REQUESTS = 4
 """Largest number of requests with videos that one instance decodes at a time, or encodes if it does nothing else."""
 
-MAX_REQUEST_THREADS = 4
-"""Largest number of threads that decode images of one request at a time."""
+MAX_REQUEST_THREADS = 2
+"""Largest number of threads that decode images of one request at a time. An image takes less time to decode than to
+encode, and with more threads the first one, for which the others wait, would be decoded later."""
 
 
 class FileDecoding:
@@ -55,22 +56,25 @@ class DecodingTurn:
     async def decode(
         self, files: Sequence[bytes], read: Callable[[bytes], Pixels], use: Callable[[Pixels], Awaitable[None]]
     ) -> None:
-        """Call `read` with each file in a worker thread, and await `use` with each result as soon as it is there.
+        """Call `read` with each file in a worker thread, and await `use` with each result as soon as it and those of
+        the files before it are there.
 
         Raises the first error of either, and then starts no more files.
         """
 
-        async def one(file: bytes) -> None:
+        async def one(file: bytes) -> Pixels:
             async with self._threads:
-                pixels = await self._run(file, read)
-            await use(pixels)
+                return await self._run(file, read)
 
         tasks = [asyncio.ensure_future(one(file)) for file in files]
         try:
-            await asyncio.gather(*tasks)
+            for task in tasks:
+                await use(await task)
         finally:
             for task in tasks:
                 task.cancel()
+            # Their errors, if any, follow the first one.
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     def end(self) -> None:
         """End the turn: files that wait for a thread are not decoded any more."""

@@ -1,7 +1,7 @@
 """Stand-ins at the ports of `services.instance`: an engine, a transfer node and a router that only remember."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -116,9 +116,18 @@ class FakeEngine:
         return self.compiled
 
     def add(
-        self, work: Work, *, mode: Mode = "generate", pixels: Pixels = NO_PIXELS, sends_parts: bool = False
+        self,
+        work: Work,
+        *,
+        mode: Mode = "generate",
+        pixels: Pixels = NO_PIXELS,
+        sends_parts: bool = False,
+        awaited: Collection[bytes] = (),
     ) -> None:
         self._ask("add", work.request_id, mode, *(["in parts"] if sends_parts else []))
+
+    def supply_images(self, request_id: RequestId, pixels: Pixels) -> None:
+        self._ask("supply_images", request_id, list(pixels))
 
     def mirror(self, request_id: RequestId) -> None:
         self._ask("mirror", request_id)

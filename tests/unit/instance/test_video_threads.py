@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,8 +19,8 @@ from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.image_types import DecodedImage, Pixels
 from baton_serve.services.instance.encoding_server import EncodingServer
 from baton_serve.services.instance.engine_thread import EncoderCalls
-from baton_serve.services.instance.kv_sharing.encoded_images import PromptImageSource
-from baton_serve.services.instance.kv_sharing.file_decoding import MAX_VIDEO_REQUESTS, FileDecoding
+from baton_serve.services.instance.kv_sharing.file_decoding import MAX_REQUEST_THREADS, MAX_VIDEO_REQUESTS, FileDecoding
+from baton_serve.services.instance.kv_sharing.prompt_image_source import PromptImageSource
 from baton_serve.services.instance.pooling_server import PoolingServer
 from tests.unit.instance.fakes import (
     IDENTITY,
@@ -65,17 +66,22 @@ async def until(fact: Callable[[], bool]) -> None:
 
 def test_images_do_not_wait_for_many_videos() -> None:
     reader = SlowVideos()
-    request = cast(Any, SimpleNamespace(work=SimpleNamespace(tenant=digest_of(b"root"), media=[])))
+    request = cast(Any, SimpleNamespace(work=SimpleNamespace(tenant=digest_of(b"root"), media=[], num_unsent_tokens=0)))
 
     def message(file: bytes) -> Any:
         return SimpleNamespace(images=[file], embeddings=[])
 
     async def scenario() -> None:
         source = PromptImageSource(reader)
-        decoding = [asyncio.create_task(source.images(request, message(file))) for file in VIDEOS]
+
+        async def images(file: bytes) -> Pixels:
+            (found,) = [one async for one in source.arrivals(request, message(file))]
+            return found.pixels
+
+        decoding = [asyncio.create_task(images(file)) for file in VIDEOS]
         await asyncio.sleep(0)
         try:
-            shown = await asyncio.wait_for(source.images(request, message(b"image")), 20)
+            shown = await asyncio.wait_for(images(b"image"), 20)
             assert shown.keys() == {digest_of(b"image")}
             assert reader.num_begun <= MAX_VIDEO_REQUESTS
         finally:
@@ -168,11 +174,14 @@ def test_images_do_not_wait_for_many_videos_at_a_pooling_instance() -> None:
 
 
 def test_files_of_a_request_are_decoded_side_by_side() -> None:
-    """Each is passed on as soon as it is decoded. The first error ends the others."""
-    barrier = threading.Barrier(3)
+    """Each is passed on as soon as it and those before it are decoded: a prompt begins with its first image. The first
+    error ends the others."""
+    barrier = threading.Barrier(MAX_REQUEST_THREADS)
 
     def read(file: bytes) -> Pixels:
         barrier.wait(20)
+        if file == b"a":
+            time.sleep(0.02)  # the one behind it is decoded before it
         if file == b"broken":
             raise RequestError("invalid", "an image cannot be read")
         return {file: DecodedImage({}, 8, 8)}
@@ -183,12 +192,12 @@ def test_files_of_a_request_are_decoded_side_by_side() -> None:
         async def keep(pixels: Pixels) -> None:
             found.extend(pixels)
 
-        async with decoding.turn([b"a", b"b", b"c"]) as turn:
-            await turn.decode([b"a", b"b", b"c"], read, keep)
-        assert sorted(found) == [b"a", b"b", b"c"]
+        async with decoding.turn([b"a", b"b"]) as turn:
+            await turn.decode([b"a", b"b"], read, keep)
+        assert found == [b"a", b"b"]
         with pytest.raises(RequestError, match="cannot be read"):
-            async with decoding.turn([b"a", b"b", b"broken"]) as turn:
-                await turn.decode([b"a", b"b", b"broken"], read, keep)
+            async with decoding.turn([b"a", b"broken", b"c", b"d"]) as turn:
+                await turn.decode([b"a", b"broken", b"c", b"d"], read, keep)
 
     run(scenario())
 

@@ -2,7 +2,7 @@
 encoded it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -48,7 +48,12 @@ class PromptAudio:
         """
         return False
 
-    def check(self, work: Work, pixels: Pixels) -> None:
+    @property
+    def can_follow(self) -> bool:
+        """Return False: a request has one window, without which nothing of its prompt can be computed."""
+        return False
+
+    def check(self, work: Work, pixels: Pixels, awaited: Collection[bytes] = ()) -> None:
         """Raise `RequestError` if a request's window of audio was not sent with it. `pixels` are the features that were
         sent, or the outputs of an encode instance, by digest.
         """
@@ -59,13 +64,16 @@ class PromptAudio:
                 found = len(window.features)
                 raise RequestError("internal", f"a window of audio has {found} positions, not {self._source_tokens}")
 
-    def give(self, request: Request, pixels: Pixels) -> None:
+    def give(self, request: Request, pixels: Pixels, awaited: Collection[bytes] = ()) -> None:
         """Keep the mel features of a request's window of audio, or the encoder's output, until the request ends, since
         its cached cross-attention KV may be evicted meanwhile. `pixels` are both by digest.
         """
         # From now on the whole prompt can be computed here, whatever is cached.
         request.has_images = True
         self._windows[request] = pixels[request.work.media[0].digest]
+
+    def supply(self, request: Request, pixels: Pixels) -> None:
+        """Do nothing: no window follows its request."""
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return an empty list: audio has no embeddings that replace those of tokens, as images have."""

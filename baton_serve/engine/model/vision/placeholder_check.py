@@ -2,7 +2,7 @@
 Imports neither Pillow nor transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from baton_serve.contracts.media import MediaSpan
 from baton_serve.contracts.messages import Work
@@ -19,9 +19,11 @@ def check_spans(
     pixels: Pixels,
     *,
     num_unsent_tokens: int = 0,
+    awaited: Collection[bytes] = (),
 ) -> None:
-    """Check that all images of a prompt behind its first `num_unsent_tokens` tokens were sent (`pixels`, by digest).
-    Check that the placeholder tokens of the sent images are in the prompt's `token_ids`.
+    """Check that all images of a prompt behind its first `num_unsent_tokens` tokens were sent (`pixels`, by digest), or
+    come later (digests in `awaited`). Check that the placeholder tokens of the sent images are in the prompt's
+    `token_ids`.
 
     Raises `RequestError`: `invalid` if an image is missing, is of a size that the family refuses, or is not at its
     place; `internal` if an encode instance computed another number of embeddings than the prompt has placeholders.
@@ -29,7 +31,7 @@ def check_spans(
     at = 0
     for span in media:
         picture = pixels.get(span.digest)
-        if picture is None and at <= span.start and span.end <= num_unsent_tokens:
+        if picture is None and at <= span.start and (span.end <= num_unsent_tokens or span.digest in awaited):
             at = span.end
             continue
         if picture is None:
@@ -50,9 +52,9 @@ def check_spans(
         at = span.end
 
 
-def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> None:
+def check_images(work: Work, images: PromptImages | None, pixels: Pixels, awaited: Collection[bytes]) -> None:
     """Raise `RequestError` if an image of a request was not sent with it, or if this instance cannot read images
-    (`images` is None). `pixels` are the images that were sent, by digest.
+    (`images` is None). `pixels` are the images that were sent, by digest; those in `awaited` come later.
     """
     if not work.media:
         return
@@ -60,12 +62,12 @@ def check_images(work: Work, images: PromptImages | None, pixels: Pixels) -> Non
         raise RequestError(
             "invalid", "this instance has no vision tower or other encoder: it cannot compute prompts with media"
         )
-    images.check(work, pixels)
+    images.check(work, pixels, awaited)
 
 
-def give_images(request: Request, images: PromptImages | None, pixels: Pixels) -> None:
-    """Hand the decoded images of a request to `images`, which keeps them for the request's steps. Call it after
-    `check_images`.
+def give_images(request: Request, images: PromptImages | None, pixels: Pixels, awaited: Collection[bytes] = ()) -> None:
+    """Hand the decoded images of a request to `images`, which keeps them for the request's steps; those in `awaited`
+    come later. Call it after `check_images`.
     """
     if images is not None and request.work.media:
-        images.give(request, pixels)
+        images.give(request, pixels, awaited)

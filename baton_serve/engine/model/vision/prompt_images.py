@@ -2,7 +2,8 @@
 cache). They are encoded when a step first needs them.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -61,16 +62,24 @@ class VisionPromptImages:
         """
         return self._tower.family.attends_both_ways
 
-    def check(self, work: Work, pixels: Pixels) -> None:
+    @property
+    def can_follow(self) -> bool:
+        """Return True: the tokens before an image can be computed before it comes."""
+        return True
+
+    def check(self, work: Work, pixels: Pixels, awaited: Collection[bytes] = ()) -> None:
         """Check that the images of a request were sent (`pixels`, by digest) unless the router knew their KV to be
-        cached, that their placeholder tokens are in the prompt, and that they are not too large for a step.
+        cached or they are `awaited`, that their placeholder tokens are in the prompt, and that they are not too large
+        for a step.
 
         Raises `RequestError` otherwise.
         """
         tokens = work.token_ids
         # A replayed request has tokens of its answer behind the prompt.
         prompt = tokens if len(tokens) == work.num_prompt_tokens else tokens[: work.num_prompt_tokens]
-        check_spans(work.media, prompt, self._tower.family, pixels, num_unsent_tokens=work.num_unsent_tokens)
+        check_spans(
+            work.media, prompt, self._tower.family, pixels, num_unsent_tokens=work.num_unsent_tokens, awaited=awaited
+        )
         for span in work.media:
             if self.are_whole and span.length > self._max_image_tokens:
                 raise RequestError(
@@ -79,13 +88,23 @@ class VisionPromptImages:
                     " raise max_num_batched_tokens",
                 )
 
-    def give(self, request: Request, pixels: Pixels) -> None:
+    def give(self, request: Request, pixels: Pixels, awaited: Collection[bytes] = ()) -> None:
         """Keep the decoded images of a request until it ends, since a preempted prompt is computed again. `pixels` are
-        the images by digest.
+        the images by digest; `supply` brings those of `awaited`.
         """
+        media = request.work.media
         request.has_images = True
-        request.num_unsent_tokens = end_of([span for span in request.work.media if span.digest not in pixels])
-        self._images[request] = _Images(pixels)
+        request.num_unsent_tokens = end_of([s for s in media if s.digest not in pixels and s.digest not in awaited])
+        images = self._images[request] = _Images(dict(pixels), set(awaited))
+        request.num_ready_tokens = images.num_ready_tokens(media)
+
+    def supply(self, request: Request, pixels: Pixels) -> None:
+        """Keep images of a request that it has awaited, after checking them like the others. Raises `RequestError`."""
+        images = self._images[request]
+        given, awaited = {**images.pixels, **pixels}, images.awaited - pixels.keys()
+        self.check(request.work, given, awaited)
+        images.pixels, images.awaited = given, awaited
+        request.num_ready_tokens = images.num_ready_tokens(request.work.media)
 
     def rows(self, plan: ScheduledBatch) -> list[ImageRows]:
         """Return the image embeddings that the tokens of a step need, with the rows of these tokens. Images that are
@@ -152,14 +171,19 @@ class VisionPromptImages:
 
 @dataclass(slots=True)
 class _Images:
-    """The images of one request. `features` are embeddings on the device, by digest, until the prompt's last image has
-    been computed.
+    """The images of one request; those in `awaited`, by digest, have not come yet. `features` are embeddings on the
+    device, by digest, until the prompt's last image has been computed.
     """
 
     pixels: Pixels
+    awaited: set[bytes]
     features: dict[bytes, Tensor] = field(default_factory=dict)
     _places: dict[int, NDArray[np.int64] | None] = field(default_factory=dict)
     """The results of `places_of`, by the first token of a span."""
+
+    def num_ready_tokens(self, media: Sequence[MediaSpan]) -> int:
+        """Return how many leading tokens of the prompt can be computed without the awaited images."""
+        return next((span.start for span in media if span.digest in self.awaited), sys.maxsize)
 
     def places_of(self, work: Work, span: MediaSpan) -> NDArray[np.int64] | None:
         """Return the offsets, int64, of the image tokens in the span of an image; None if all of its tokens are."""
