@@ -1,5 +1,4 @@
-"""Decides where a prompt's images come from: embeddings of an encode instance, or decoded files for the engine's own
-tower.
+"""Fetches embeddings of images from encode instances into memory of this process.
 
 Embeddings arrive in memory of their own, through a transfer node of their own, since their blocks have another size
 than those of the KV cache. Both exist from the first fetch on. A failure is not an error: the image files are there.

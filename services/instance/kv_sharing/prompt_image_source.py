@@ -1,4 +1,5 @@
-"""Gets the images of prompts for the engine: embeddings from encode instances, and decoded files for all others.
+"""Decides where a prompt's images come from: embeddings of encode instances, or files decoded for the engine's own
+tower.
 
 The engine begins a prompt when its first image is here, and gets the others as they come.
 """
