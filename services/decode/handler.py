@@ -151,12 +151,13 @@ class DecodeHandler:
                 transfer.over(fetched.ended_at)
                 return fetched
         except RemoteTransferError as exc:
+            if self._fallback == "fail" and isinstance(exc, SourceFailed):
+                # The prefill instance reports the cause, such as a broken image, and the router then cancels this
+                # request, which counts as no failure here. If this report came first, the router would blame this
+                # instance and use up a retry.
+                await asyncio.sleep(SOURCE_REPORT_S)
             self._counter.handoff_failed(type(exc).__name__)
             if self._fallback == "fail":
-                if isinstance(exc, SourceFailed):
-                    # The prefill instance reports the cause, such as a broken image, and the router then cancels this
-                    # request. If this report came first, the router would blame this instance and use up a retry.
-                    await asyncio.sleep(SOURCE_REPORT_S)
                 # With `lost` the router chooses another prefill instance for the replay.
                 lost = ticket.source if isinstance(exc, PEER_FAULTS) else None
                 raise RequestFailed("handoff_failed", _error_text(exc), lost=lost) from exc

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from baton_serve.contracts.messages import Generate, Prefill
+from baton_serve.engine.errors import RequestError
 from baton_serve.kvtransfer.errors import TransferError
 from baton_serve.services.instance.attempt_table import AttemptEntry
 from baton_serve.services.instance.engine_thread import EngineCalls
@@ -186,17 +187,18 @@ class PrefillHandler:
         computing: "asyncio.Future[None]",
     ) -> None:
         """Wait until the task `computing` has ended and no copy reads the request's blocks any more (`released`), then
-        free the blocks. If the handoff failed, count and log that.
+        free the blocks. If the handoff failed, count and log that, unless the prompt itself is at fault.
         """
         ticket = observer.ticket
-        await asyncio.gather(computing, return_exceptions=True)
+        (error,) = await asyncio.gather(computing, return_exceptions=True)
         if not released.done():
             self._transfer.cancel(ticket.ticket)
         try:
             reason = await released
         finally:
             self._free(request, observer)
-        if reason not in ("received", "cancelled"):
+        is_refused = isinstance(error, RequestError) and error.code in ("invalid", "too_long")
+        if reason not in ("received", "cancelled") and not is_refused:
             self._counter.handoff_failed(reason)
             extra = {"request_id": request.request_id}
             logger.warning("handoff to decode instance %s failed: %s", ticket.sink, reason, extra=extra)

@@ -386,6 +386,7 @@ def test_a_source_that_gave_up_reports_that_itself() -> None:
         await settle()
         assert b.router.answers() == []
         assert b.engine.verbs() == ["reserve", "cancel"]
+        assert b.transfer.failures == [], "a broken image is no failure of a handoff"
         b.check()
 
     run(test())

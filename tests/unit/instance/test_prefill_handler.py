@@ -243,6 +243,7 @@ def test_a_refused_prompt_fails_its_transfer_at_once() -> None:
         await settle()
         assert ("fail", "prompt too long") in b.transfer.asked
         assert b.router.answers()[-1].code == "too_long"
+        assert b.transfer.failures == [], "the client's fault is no failure of a handoff"
         b.check()
 
     run(test())

@@ -288,6 +288,14 @@ def test_what_is_refused_says_why(url: str, why: str) -> None:
         one(url, max_pixels=1000, max_bytes=2000)
 
 
+def test_an_error_says_which_of_several_images_it_is_about() -> None:
+    broken = f"data:image/png;base64,{base64.b64encode(b'nothing').decode()}"
+    with ImageReservation(ImageMemory(1 << 26)) as reservation:
+        with pytest.raises(BadRequestError, match=r"PNG, JPEG, WEBP, GIF or BMP \(file 2 of 3\)$") as caught:
+            asyncio.run(load_images([data_url(A), broken, data_url(A)], ImageLimits(), reservation))
+        assert caught.value.code == "invalid_image"
+
+
 def with_stated_size(kind: str, width: int, height: int) -> bytes:
     """Return a small file whose header states a size that it does not have."""
     image = bytearray(picture(1, kind=kind))

@@ -87,7 +87,7 @@ class HFImageReader:
                 return _spans_of(digest, self._image(file, family))
             frames = self.clip_of(frames_of(file, header.clip), header.clip, family)
         except (ValueError, *LOAD_ERRORS) as exc:
-            raise RequestError("invalid", f"an image or video cannot be read: {first_line(exc)}") from exc
+            raise RequestError("invalid", f"an image or video cannot be read: {_cause(exc)}") from exc
         return dict(zip(span_digests(digest, len(frames)), frames, strict=True))
 
     def _embedded(self, data: memoryview, stated: Embedded, family: ImageFamily) -> EncodedImage:
@@ -153,7 +153,7 @@ class HFImageReader:
                 image = ImageOps.exif_transpose(opened) if opened.format in TURNED_FORMATS else opened
                 return self.picture_of(image.convert("RGB"), family)
         except _DECODE_ERRORS as exc:
-            raise RequestError("invalid", f"an image cannot be read: {first_line(exc)}") from exc
+            raise RequestError("invalid", f"an image cannot be read: {_cause(exc)}") from exc
 
     def picture_of(self, image: Image.Image, family: ImageFamily | None = None) -> DecodedImage:
         """Preprocess a decoded RGB image, with the settings of `family` or else those of the model."""
@@ -168,6 +168,12 @@ class HFImageReader:
         inputs = {name: one.to(self.dtype) if one.is_floating_point() else one for name, one in tensors.items()}
         text = None if family is self._family else family.text_of(width=image.width, height=image.height)
         return DecodedImage(inputs, image.width, image.height, text)
+
+
+def _cause(exc: BaseException) -> str:
+    """Return why a file cannot be read, for its client: the first line of the message, or the exception's type."""
+    lines = str(exc).strip().splitlines()
+    return lines[0] if lines else type(exc).__name__
 
 
 def _spans_of(digest: bytes, picture: DecodedImage) -> dict[bytes, DecodedImage]:

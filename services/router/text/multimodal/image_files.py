@@ -28,6 +28,7 @@ from baton_serve.contracts.media import (
     with_header,
 )
 from baton_serve.services.common.process_lifecycle import cancel_all
+from baton_serve.services.router.protocol.errors import BadRequestError
 from baton_serve.services.router.protocol.image_limits import ImageLimits, media_error, too_large_error
 from baton_serve.services.router.text.multimodal.client_tensors import TensorFile, read_tensor
 from baton_serve.services.router.text.multimodal.image_memory import MAX_LOADS_PER_REQUEST, ImageReservation
@@ -42,6 +43,8 @@ _INLINE_CHARS = 64 * 1024
 _EMBEDDING_DTYPES = ("float32", "float16", "bfloat16")
 _MAX_GRID_BYTES = 64 * 1024
 """Largest file of an `image_grid_thw`, which holds three numbers."""
+
+_LISTED_FORMATS = f"{', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 _ROTATED = range(5, 9)
 """Values of the EXIF orientation that exchange width and height."""
@@ -80,14 +83,26 @@ async def load(
     await reservation.reserve(min(MAX_PROMPT_BYTES, sum([_max_bytes(part, limits, decoder) for part in distinct])))
     slots = asyncio.Semaphore(MAX_LOADS_PER_REQUEST)
     loading = _Loading(limits, reservation, describe, slots, decoder)
-    tasks = [asyncio.ensure_future(loading.load_in_turn(part)) for part in distinct]
+    tasks = [asyncio.ensure_future(_numbered(loading, parts, part)) for part in distinct]
     try:
-        files = dict(zip(distinct, await asyncio.gather(*tasks), strict=True))
+        loaded = await asyncio.gather(*tasks)
     finally:
         # The first error ends the request, so the other images are not needed.
         await cancel_all(tasks)
+    files = dict(zip(distinct, loaded, strict=True))
     reservation.keep(sum({file.digest: len(file.data) for file in files.values()}.values()))
     return [files[part] for part in parts]
+
+
+async def _numbered(loading: "_Loading", parts: Sequence[MediaPart], part: MediaPart) -> ImageFile:
+    """Load one of the `parts` of a request; if it has several, an error says which one it is about."""
+    try:
+        return await loading.load_in_turn(part)
+    except BadRequestError as exc:
+        if len(parts) == 1:
+            raise
+        message = f"{exc.message} (file {parts.index(part) + 1} of {len(parts)})"
+        raise BadRequestError(message, param=exc.param, code=exc.code) from exc
 
 
 def _max_bytes(part: MediaPart, limits: ImageLimits, decoder: SoundDecoder | None) -> int:
@@ -325,9 +340,7 @@ def _checked_image(data: bytes, limits: ImageLimits, header: MediaHeader) -> Ima
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
         raise media_error(f"an image has more than {limits.max_pixels} pixels (--max-image-pixels)") from exc
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as exc:
-        raise media_error(
-            f"an image cannot be decoded: it is broken, or its format is not {' or '.join(FORMATS)}"
-        ) from exc
+        raise media_error(f"an image cannot be decoded: it is broken, or its format is not {_LISTED_FORMATS}") from exc
     if width * height > limits.max_pixels:
         raise media_error(
             f"an image has {width * height} pixels, the limit is {limits.max_pixels} (--max-image-pixels)"
