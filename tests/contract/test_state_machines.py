@@ -6,7 +6,12 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine
 
 from tests.unit.engine.test_host_tier import TiersMachine
-from tests.unit.engine.test_scheduling_machine import AheadMachine, HostTierMachine, SchedulingMachine
+from tests.unit.engine.test_scheduling_machine import (
+    AheadMachine,
+    AwaitedImagesMachine,
+    HostTierMachine,
+    SchedulingMachine,
+)
 from tests.unit.kvtransfer.test_ladder import Fate
 from tests.unit.kvtransfer.test_session_model import BothEnds
 from tests.unit.router.test_block_index import IndexMachine
@@ -22,6 +27,7 @@ def often(machine: type[RuleBasedStateMachine]) -> Any:
 TestTiers = often(TiersMachine)
 TestScheduling = often(SchedulingMachine)
 TestSchedulingAhead = often(AheadMachine)
+TestSchedulingWithAwaitedImages = often(AwaitedImagesMachine)
 TestSchedulingOverHostTier = often(HostTierMachine)
 TestFate = often(Fate)
 TestBothEnds = often(BothEnds)

@@ -1,5 +1,6 @@
 """Random lives of requests against pool, request table, scheduler and reservations: nothing leaks, everything ends."""
 
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -231,6 +232,59 @@ class AheadMachine(SchedulingMachine):
         return self.ahead.launched is not None or super().has_work()
 
 
+class AwaitedImagesMachine(AheadMachine):
+    """The same lives, in which prompts have images that come later: no step computes a token before its image, and a
+    prompt that waits keeps the engine busy with nothing."""
+
+    @rule(
+        length=st.integers(2, LONGEST_PROMPT),
+        at=st.integers(0, LONGEST_PROMPT),
+        prefix=st.integers(0, 2),
+        max_tokens=st.integers(1, 12),
+        sequences=st.integers(1, 3),
+        mode=st.sampled_from(["generate", "prefill"]),
+    )
+    def arrive_with_image(self, length: int, at: int, prefix: int, max_tokens: int, sequences: int, mode: Mode) -> None:
+        before = set(self.table.requests)
+        self.arrive(length, prefix, max_tokens, sequences, 0, mode)
+        (request_id,) = set(self.table.requests) - before
+        self.table.requests[request_id].num_ready_tokens = min(at, length - 1)
+
+    @precondition(lambda self: any(one.num_ready_tokens < LONGEST_PROMPT for one in self.table.requests.values()))
+    @rule(data=st.data(), count=st.integers(1, LONGEST_PROMPT))
+    def come(self, data: st.DataObject, count: int) -> None:
+        waiting = sorted(name for name, one in self.table.requests.items() if one.num_ready_tokens < LONGEST_PROMPT)
+        request = self.table.requests[data.draw(st.sampled_from(waiting))]
+        ready = request.num_ready_tokens + count
+        request.num_ready_tokens = ready if ready < len(request.work.token_ids) else sys.maxsize
+
+    def step(self) -> StepResult:
+        schedule = self.scheduler.schedule
+
+        def checked(now: float) -> ScheduledBatch:
+            plan = schedule(now)
+            for chunk in plan.chunks:
+                assert chunk.start + chunk.length <= chunk.sequence.request.num_ready_tokens
+            return plan
+
+        self.scheduler.schedule = checked  # type: ignore[method-assign]
+        try:
+            return super().step()
+        finally:
+            self.scheduler.schedule = schedule  # type: ignore[method-assign]
+
+    @invariant()
+    def nothing_to_do_is_said(self) -> None:
+        running = self.table.running
+        if running and all(one.must_await_image for one in running) and self.table.peek_waiting() is None:
+            assert not self.scheduler.has_work() or self.table.ready or self.table.loading
+
+    def teardown(self) -> None:
+        for request in self.table.requests.values():
+            request.num_ready_tokens = sys.maxsize
+        super().teardown()
+
+
 class HostTierMachine(SchedulingMachine):
     """The same lives with a host tier that is smaller than the cache. Copies from it take a while."""
 
@@ -387,6 +441,7 @@ class SeparateStepsMachine(SchedulingMachine):
 
 SchedulingMachine.TestCase.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)
 AheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
+AwaitedImagesMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 HostTierMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 RecurrentMachine.TestCase.settings = SchedulingMachine.TestCase.settings
 RecurrentAheadMachine.TestCase.settings = SchedulingMachine.TestCase.settings
@@ -397,3 +452,4 @@ TestRecurrent = RecurrentMachine.TestCase
 TestRecurrentAhead = RecurrentAheadMachine.TestCase
 TestHostTier = HostTierMachine.TestCase
 TestSchedulingAhead = AheadMachine.TestCase
+TestAwaitedImages = AwaitedImagesMachine.TestCase
