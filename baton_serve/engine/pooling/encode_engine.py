@@ -10,8 +10,10 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from mmap import PAGESIZE
 from typing import Protocol
 
+import numpy as np
 import torch
 import xxhash
 from torch import Tensor
@@ -302,7 +304,13 @@ class ImageEncoder:
         self.last_batch = BatchSize(len(batch), sum(self._rows_of(one.image) for one in batch))
         started, features = time.monotonic(), None
         try:
-            features = [rows.cpu() for rows in self._encoder.encode_all([one.image for one in batch])]
+            computed = self._encoder.encode_all([one.image for one in batch])
+            # While the device computes: the pages of memory take longer to make than to write.
+            for one in batch:
+                self._make_pages(one.blocks)
+            for one, rows in zip(batch, computed, strict=True):
+                self._write(one.blocks, rows)
+            features = computed
         except torch.OutOfMemoryError:
             if len(batch) == 1:
                 self._fail(batch[0], result)
@@ -313,7 +321,7 @@ class ImageEncoder:
             return
         seconds = (time.monotonic() - started) / len(batch)
         for one, rows in zip(batch, features, strict=True):
-            self._keep(one, rows)
+            self._keep(one, len(rows))
             self._count(len(rows), seconds)
             _finish(one.request_id, one.request, one.digest, result)
 
@@ -326,10 +334,9 @@ class ImageEncoder:
             one.request.lacking.clear()
             result.failed.append(FailedRequest(one.request_id, "the device ran out of memory"))
 
-    def _keep(self, one: _BatchImage, features: Tensor) -> None:
-        """Write the embeddings [rows, width] of an image into its blocks, and make them known for later requests."""
-        self._write(one.blocks, features)
-        image, num_rows, first = one.image, len(features), one.names[0]
+    def _keep(self, one: _BatchImage, num_rows: int) -> None:
+        """Make the embeddings of an image known for later requests. Its blocks hold their rows."""
+        image, first = one.image, one.names[0]
         shape = EmbeddingShape(one.digest, num_rows, image.width, image.height, image.text)
         known = self._known[first] = _Embedding(shape, one.names, self._checksum(one.blocks, num_rows))
         one.request.owned.append((known, one.blocks))
@@ -359,11 +366,16 @@ class ImageEncoder:
         self._rows_per_s += (speed - self._rows_per_s) * (EMA_WEIGHT if self._rows_per_s else 1.0)
         self._observer.computed(seconds)
 
+    def _make_pages(self, blocks: Sequence[int]) -> None:
+        """Make the operating system allocate the memory of blocks, which may have content."""
+        for block in blocks:
+            np.frombuffer(self._bytes_of(block), dtype=np.uint8)[::PAGESIZE].max()
+
     def _write(self, blocks: Sequence[int], features: Tensor) -> None:
-        """Copy rows [num_rows, width] into blocks."""
+        """Copy rows [num_rows, width] from the device into blocks, when they are computed."""
         for block, rows in zip(blocks, torch.split(features, self.layout.block_tokens), strict=True):
-            data = rows.contiguous().view(torch.uint8).numpy()
-            self._bytes_of(block)[: data.nbytes] = data.data.cast("B")
+            place = torch.frombuffer(self._bytes_of(block), dtype=rows.dtype, count=rows.numel())
+            place.view(rows.shape).copy_(rows)
 
     def _checksum(self, blocks: Sequence[int], num_rows: int) -> int:
         """Return the checksum of the rows in these blocks."""
