@@ -227,7 +227,10 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
         for heads, changes in ((WIDE_HEADS, {}), (WIDE_HEADS, IN_PARTS), (SMALL_HEADS, {}))
     ),
     (latent._decode_kernel, {**LATENT, "rows": 16, "min_split": 64, "split_limit": 4, "align": 64}),
-    (latent._prefill_kernel, {**LATENT, "head_rows": 4, "tokens": 4, "skip_singles": True}),
+    *(
+        (latent._prefill_kernel, {**LATENT, "head_rows": 4, "tokens": 4, "skip_singles": True, "parts": parts})
+        for parts in (1, 2)
+    ),
     *(
         (
             experts._gate_up_kernel,

@@ -14,7 +14,7 @@ from baton_serve.engine.kernels.triton.attention import TritonAttention
 from baton_serve.engine.kernels.triton.decode import decode
 from baton_serve.engine.kernels.triton.kv_store import store
 from baton_serve.engine.kernels.triton.prefill import prefill
-from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, PrefillTiles
+from baton_serve.engine.kernels.triton.tiles import DecodeTiles, DeviceLimits, PrefillTiles, latent_tiles
 from tests.contract.kernels.triton_batches import BLOCK_TOKENS, DEVICE, Batch, random_batch
 
 PLAIN = AttentionSpec(0.3)
@@ -169,9 +169,16 @@ def test_one_plane_serves_as_keys_and_values(head_dim: int) -> None:
     torch.testing.assert_close(output, twin(separate, PLAIN))
 
 
-def latent_batch(queries: list[int], contexts: list[int], *, heads: int = 3, head_dim: int = 48) -> Batch:
+def latent_batch(
+    queries: list[int],
+    contexts: list[int],
+    *,
+    heads: int = 3,
+    head_dim: int = 48,
+    dtype: torch.dtype = torch.float32,
+) -> Batch:
     """A batch whose cache holds latents, in one plane."""
-    batch = random_batch(queries, contexts, heads=heads, head_dim=head_dim)
+    batch = random_batch(queries, contexts, heads=heads, head_dim=head_dim, dtype=dtype)
     return replace(batch, cache=batch.cache[:, :1].contiguous().expand(-1, 2, -1, -1, -1))
 
 
@@ -187,6 +194,17 @@ def test_latents_give_what_the_twin_gives_in_mixed_batches(spec: AttentionSpec, 
     output = attention().attend(batch.query, batch.cache, batch.meta, spec)
     assert output.shape == (11, heads, spec.value_dim)
     torch.testing.assert_close(output, twin(batch, spec))
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("heads", [3, 20])
+def test_prompts_of_large_latents_are_computed_in_halves(heads: int, softcap: float | None) -> None:
+    spec = AttentionSpec(0.05, value_dim=512, softcap=softcap)
+    batch = latent_batch([1, 70, 30, 0], [40, 90, 30, 2], heads=heads, head_dim=576, dtype=SHORT)
+    limits = DeviceLimits(processors=20, shared_bytes=227 << 10, descriptors=True)
+    assert latent_tiles(limits, 1152, 4, BLOCK_TOKENS, are_halved=True)[1].parts == 2
+    output = TritonAttention(DEVICE, limits=limits).attend(batch.query, batch.cache, batch.meta, spec)
+    torch.testing.assert_close(output, twin(batch, spec), rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(

@@ -79,8 +79,11 @@ class TritonAttention:
 
     def _attend_latents(self, query: Tensor, cache: Tensor, meta: AttentionMetadata, spec: AttentionSpec) -> Tensor:
         token_bytes = cache.shape[4] * query.element_size()
-        decoding, prefilling = latent_tiles(self._limits, token_bytes, meta.context_lens.shape[0], cache.shape[3])
         assert spec.value_dim is not None
+        are_halved = spec.value_dim == latent.MAX_VALUE_DIM and query.element_size() == 2 and not is_coded(cache)
+        decoding, prefilling = latent_tiles(
+            self._limits, token_bytes, meta.context_lens.shape[0], cache.shape[3], are_halved=are_halved
+        )
         output = query.new_empty(*query.shape[:2], spec.value_dim)
         has_singles = _has_singles(query, meta)
         if meta.max_query_len > 1:

@@ -115,7 +115,9 @@ def prefill_latents(
     num_seqs, num_heads = meta.context_lens.shape[0], query.shape[1]
     head_rows = min(padded(num_heads), tiles.rows)
     tokens = tiles.rows // head_rows
-    grid = (-(-num_heads // head_rows), query.shape[0] // tokens + num_seqs)
+    # Only whole latents are divided, so that no part needs a mask.
+    parts = tiles.parts if padded(output.shape[2]) == output.shape[2] else 1
+    grid = (-(-num_heads // head_rows) * parts, query.shape[0] // tokens + num_seqs)
     _prefill_kernel[grid](
         output,
         query,
@@ -134,6 +136,7 @@ def prefill_latents(
         num_heads=num_heads,
         head_rows=head_rows,
         tokens=tokens,
+        parts=parts,
         skip_singles=skip_singles,
         seqs=16 if num_seqs <= 16 else max(256, padded(num_seqs)),
         **_constants(query, cache, spec, tiles),
@@ -216,12 +219,14 @@ def _decode_kernel(  # noqa: PLR0913
         _, size, splits = cut(context, min_split, split_limit, align, 0)
         begin = split * size
         head = part * rows + tl.arange(0, rows)
-        asked, tail = _load_queries(
-            query + token * query_stride + head * head_stride, head < num_heads, head_dim, value_dim, dims, tail_dims
-        )
+        at_query = query + token * query_stride + head * head_stride
+        asked, tail = _load_queries(at_query, 0, head < num_heads, head_dim, value_dim, dims, tail_dims)
         acc, total, peak = _attend(
             asked,
+            None,
             tail,
+            0,
+            0,
             tl.zeros([rows], tl.int32) + context - 1,
             cache,
             scales,
@@ -270,6 +275,7 @@ def _prefill_kernel(  # noqa: PLR0913
     num_heads: tl.constexpr,
     head_rows: tl.constexpr,
     tokens: tl.constexpr,
+    parts: tl.constexpr,
     skip_singles: tl.constexpr,
     seqs: tl.constexpr,
     head_dim: tl.constexpr,
@@ -300,15 +306,23 @@ def _prefill_kernel(  # noqa: PLR0913
     query_len = tl.load(query_starts + seq + 1) - query_start
     context = tl.load(context_lens + seq)
     row = tl.arange(0, tokens * head_rows)
-    token, head = first + row // head_rows, tl.program_id(0) * head_rows + row % head_rows
+    token, head = first + row // head_rows, tl.program_id(0) // parts * head_rows + row % head_rows
     live = (token < query_len) & (head < num_heads)
     at = (query_start + token).to(tl.int64)
-    asked, tail = _load_queries(
-        query + at * query_stride + head * head_stride, live, head_dim, value_dim, dims, tail_dims
-    )
+    # This program sums up some elements of the latents; the program of the other half computes the same scores.
+    own_dims: tl.constexpr = dims // parts
+    own, beside = tl.program_id(0) % parts * own_dims, (parts - 1 - tl.program_id(0) % parts) * own_dims
+    at_query = query + at * query_stride + head * head_stride
+    asked, tail = _load_queries(at_query, own, live, head_dim, value_dim, own_dims, tail_dims)
+    others = None
+    if parts == 2:
+        others = tl.load(at_query[:, None] + beside + tl.arange(0, own_dims)[None, :], live[:, None], other=0.0)
     acc, total, _ = _attend(
         asked,
+        others,
         tail,
+        own,
+        beside,
         context - query_len + token,
         cache,
         scales,
@@ -326,7 +340,7 @@ def _prefill_kernel(  # noqa: PLR0913
         capped,
         precision,
     )
-    dim = tl.arange(0, dims)
+    dim = own + tl.arange(0, own_dims)
     to = (at * num_heads + head)[:, None] * value_dim + dim[None, :]
     mask = live[:, None] & (dim < value_dim)[None, :]
     tl.store(output + to, (acc / total[:, None]).to(output.dtype.element_ty), mask)
@@ -334,12 +348,12 @@ def _prefill_kernel(  # noqa: PLR0913
 
 @triton.jit
 def _load_queries(
-    at, live, head_dim: tl.constexpr, value_dim: tl.constexpr, dims: tl.constexpr, tail_dims: tl.constexpr
+    at, first, live, head_dim: tl.constexpr, value_dim: tl.constexpr, dims: tl.constexpr, tail_dims: tl.constexpr
 ):
-    """Load query rows in two parts. Return (the part that multiplies latents [rows, dims], the rotated part [rows,
-    tail_dims]).
+    """Load query rows. Return (what multiplies `dims` elements of the latents, from `first` on, [rows, dims], the
+    rotated part [rows, tail_dims]).
     """
-    dim, rest = tl.arange(0, dims), value_dim + tl.arange(0, tail_dims)
+    dim, rest = first + tl.arange(0, dims), value_dim + tl.arange(0, tail_dims)
     asked = tl.load(at[:, None] + dim[None, :], live[:, None] & (dim < value_dim)[None, :], other=0.0)
     tail = tl.load(at[:, None] + rest[None, :], live[:, None] & (rest < head_dim)[None, :], other=0.0)
     return asked, tail
@@ -348,7 +362,10 @@ def _load_queries(
 @triton.jit
 def _attend(  # noqa: PLR0913
     asked,
+    others,
     tail,
+    own,
+    beside,
     position,
     cache,
     scales,
@@ -367,11 +384,13 @@ def _attend(  # noqa: PLR0913
     precision: tl.constexpr,
 ):
     """Compute attention of query rows over the cached tokens [begin, end). Return (result before the division by the
-    sum of weights [rows, dims], this sum [rows], the largest score [rows]).
+    sum of weights [rows, dims], this sum [rows], the largest score [rows]). The results are those of `dims` elements of
+    the latents from `own` on. `others` multiplies as many elements from `beside` on; None: the latents have none.
     """
     rows: tl.constexpr = asked.shape[0]
     dims: tl.constexpr = asked.shape[1]
     tail_dims: tl.constexpr = tail.shape[1]
+    own_size: tl.constexpr = value_dim if others is None else dims
     acc = tl.zeros([rows, dims], tl.float32)
     total = tl.zeros([rows], tl.float32)
     peak = tl.full([rows], LOWEST, tl.float32)
@@ -389,9 +408,12 @@ def _attend(  # noqa: PLR0913
             at = tile_rows(blocks, there, 0, block_rows, 0, block_tokens)
         else:
             at = tile_rows(blocks, start, 0, block_rows, 0, block_tokens) + step
-        latents = _load_columns(cache, at, known, dim, 0, value_dim, head_dim).to(asked.dtype)
-        rotated = _load_columns(cache, at, known, rest, value_dim, head_dim, head_dim).to(asked.dtype)
+        latents = _load_columns(cache, at, known, dim, own, own_size, head_dim).to(asked.dtype)
+        rotated = _load_columns(cache, at, known, rest, value_dim, head_dim - value_dim, head_dim).to(asked.dtype)
         raw = tl.dot(asked, tl.trans(latents), input_precision=precision)
+        if others is not None:
+            columns = _load_columns(cache, at, known, dim, beside, own_size, head_dim).to(asked.dtype)
+            raw = tl.dot(others, tl.trans(columns), raw, input_precision=precision)
         raw = tl.dot(tail, tl.trans(rotated), raw, input_precision=precision)
         worths = there
         if scaled:
@@ -405,11 +427,11 @@ def _attend(  # noqa: PLR0913
 
 
 @triton.jit
-def _load_columns(cache, rows, known, dim, first: tl.constexpr, end: tl.constexpr, head_dim: tl.constexpr):
-    """Load the columns [first, end) of the cache rows `rows`. Tokens outside the mask `known` read as zero, because
-    memory that was never written may hold NaN.
+def _load_columns(cache, rows, known, dim, first, size: tl.constexpr, head_dim: tl.constexpr):
+    """Load `size` columns of the cache rows `rows`, from `first` on. Tokens outside the mask `known` read as zero,
+    because memory that was never written may hold NaN.
     """
     offsets = rows.to(tl.int64)[:, None] * head_dim + first + dim[None, :]
-    if end - first == dim.shape[0]:
+    if size == dim.shape[0]:
         return tl.load(cache + offsets, mask=known[:, None], other=0.0)
-    return tl.load(cache + offsets, mask=known[:, None] & (dim < end - first)[None, :], other=0.0)
+    return tl.load(cache + offsets, mask=known[:, None] & (dim < size)[None, :], other=0.0)

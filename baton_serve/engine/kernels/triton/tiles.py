@@ -231,10 +231,11 @@ def fits_heads(limits: DeviceLimits, *, head_bytes: int, group: int) -> bool:
 
 
 def latent_tiles(
-    limits: DeviceLimits, token_bytes: int, num_seqs: int, block_tokens: int
+    limits: DeviceLimits, token_bytes: int, num_seqs: int, block_tokens: int, *, are_halved: bool = False
 ) -> tuple[DecodeTiles, PrefillTiles]:
     """Return (tile sizes for decode, tile sizes for prefill) of latent attention (MLA), which has one cache row of
-    `token_bytes` for each token, in the dtype of the query.
+    `token_bytes` for each token, in the dtype of the query. `are_halved` means latents so large that each program of
+    prefill should compute half of the results.
 
     The contexts of a few sequences are cut into enough splits to fill the device.
     """
@@ -251,9 +252,13 @@ def latent_tiles(
         stages=stages,
     )
     rows = 64 if tile >= 32 else 16
-    return decoding, PrefillTiles(
+    prefilling = PrefillTiles(
         rows=rows, tile=min(tile, 32), warps=8 if rows == 64 else 4, stages=stages, descriptors=False, paired=False
     )
+    # As for wide heads.
+    if are_halved and (128 + 64) * token_bytes + 1024 <= limits.shared_bytes:
+        prefilling = PrefillTiles(rows=128, tile=64, warps=8, stages=1, descriptors=False, paired=False, parts=2)
+    return decoding, prefilling
 
 
 def _prefill_bytes(rows: int, tile: int, stages: int, head_bytes: int, parts: int = 1) -> int:
