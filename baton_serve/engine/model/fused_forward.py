@@ -164,14 +164,18 @@ class FusedForward:
                 self._offload.enter(number)
             heads = self._kernels.linear(hidden, layer.qkv.weight, layer.qkv.bias)
             attended = self._mix(number, heads, rotations, layers, inputs)
+            is_end = number + 1 == len(self._layers)
+            if is_end and rows is not None and not self._is_parallel:
+                # Behind the last attention, only the tokens whose logits are needed go on.
+                attended, residual, rows = attended[rows], residual[rows], None
             then = None if layer.gate_up is None else layer.gate_up.weight
             summed = self._linear_join(attended, layer.output, residual, layer.after_attention, then)
             # Parallel layers: the MLP reads what attention has read, and both outputs are added.
             if not self._is_parallel:
                 hidden = summed
-            is_end = number + 1 == len(self._layers)
             then = head if is_end else self._layers[number + 1].qkv.weight
-            if is_end and rows is not None:  # only the rows whose logits are needed go on
+            if is_end and rows is not None:
+                # What attention has read may be prepared for a product, so that it has no rows to choose from.
                 output = self._collectives.all_reduce(self._mlp(layer, hidden))[rows]
                 hidden = self._joined(output, residual[rows], layer.after_mlp, then)
             elif layer.gate_up is not None and layer.down is not None:

@@ -1,6 +1,8 @@
 """Decoders of several families through the Triton kernels: the logits and the KV of the plain-torch twins."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,3 +58,32 @@ def test_a_step_gives_what_the_twins_give(family: str, steps: str, tmp_path: Pat
     (expected, kv), (found, found_kv) = results
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
     torch.testing.assert_close(found_kv, kv, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2", "gemma2", "granite", "qwen3_moe", "olmo2"])
+@torch.inference_mode()
+def test_behind_the_last_attention_only_tokens_go_on_whose_logits_are_needed(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_tiny_model(tmp_path / "model", family)
+    queries, contexts = [1, 9, 6], [37, 12, 20]
+    model = load_model(EngineConfig(model=str(folder), dtype="float32"), DEVICE, lambda *_: None)
+    shape = {"heads": FAMILIES[family]["num_attention_heads"], "kv_heads": model.num_kv_heads}
+    batch = random_batch(queries, contexts, head_dim=model.head_dim, **shape)
+    forward = FusedForward(model, ReferenceAttention(), twin_layers, SingleRank())
+    multiplied: list[int] = []
+    gated = twin_layers.gated_linear
+
+    def gated_linear(x: torch.Tensor, *others: Any) -> Any:
+        multiplied.append(len(x))
+        return gated(x, *others)
+
+    monkeypatch.setattr(twin_layers, "gated_linear", gated_linear)
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for rows in (None, torch.tensor([0, 9, 15], device=DEVICE)):
+        caches = [batch.cache.clone().nan_to_num() for _ in model.specs]
+        logits = forward(replace(inputs_of(batch, queries, contexts), logit_rows=rows), caches)
+        found.append((logits if rows is not None else logits[[0, 9, 15]], torch.stack(caches)))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    if family == "llama":
+        assert multiplied == [16] * len(model.specs) + [16] * (len(model.specs) - 1) + [3]
