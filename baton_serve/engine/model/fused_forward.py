@@ -175,7 +175,7 @@ class FusedForward:
                 hidden = summed
             then = head if is_end else self._layers[number + 1].qkv.weight
             if is_end and rows is not None:
-                # What attention has read may be prepared for a product, so that it has no rows to choose from.
+                # The input of attention may be prepared for a product: then it has no rows to choose from.
                 output = self._collectives.all_reduce(self._mlp(layer, hidden))[rows]
                 hidden = self._joined(output, residual[rows], layer.after_mlp, then)
             elif layer.gate_up is not None and layer.down is not None:
