@@ -168,7 +168,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate"):
 class Encode(msgspec.Struct, frozen=True, tag="encode"):
     """Encode files of images, videos and audio, or take their embeddings from the cache, and hand them to
     `ticket.sink`, in blocks with the hashes of `contracts.block_hash.embedding_hashes`. It has no answer: the sink
-    reports what does not arrive. `spans` has, for each file, the digests of its spans in the prompt.
+    reports what does not arrive. `spans` has, for each file, the digests of its spans in the prompt. A file is empty if
+    the router knows its embeddings to be cached; if they are not any more, the sink encodes it.
     """
 
     ticket: Ticket

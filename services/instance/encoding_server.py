@@ -211,6 +211,9 @@ class EncodingServer(DrainableServer):
     ) -> None:
         """Decode files in worker threads, and wait until the engine has encoded their spans `lacking`, by digest. A
         request with videos keeps its turn for that long: the engine encodes one after the other."""
+        if not all(files):
+            # Its embeddings were reported as cached, and are evicted: the other instance has the file.
+            raise RequestError("overloaded", "an embedding was evicted, and its file was not sent")
         self._num_queued += 1
         is_queued, found = True, set[bytes]()
 

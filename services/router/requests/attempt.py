@@ -1,6 +1,6 @@
 """Sends Prefill, Decode or Generate of one attempt to its instances, with ticket and timeouts, and aborts it there."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import ceil
 from typing import Protocol
 
@@ -282,10 +282,13 @@ def image_encodings(
     block_hashes: PromptBlockHashes,
     *,
     images: Mapping[tuple[bytes, ...], bytes],
+    has_cached: Callable[[WorkerState, BlockHash], bool],
     timeout_s: float,
 ) -> list[ImageEncoding]:
     """Return the messages by which encode instances encode files for the worker `sink`. `encoding` has the digests of
     the spans that each instance encodes; `images` are the files of the prompt by the digests of their spans.
+    `has_cached` says whether an instance has reported the embeddings of a span, by the hash of their first block: then
+    it needs no file.
     """
     found: list[ImageEncoding] = []
     for worker, wanted in encoding.items():
@@ -296,7 +299,9 @@ def image_encodings(
             source_root=block_hashes.embedding_root(layout),
         )
         own = [spans for spans in images if not set(wanted).isdisjoint(spans)]
-        encode = Encode(ticket, [images[spans] for spans in own], list(map(list, own)))
+        names = block_hashes.embeddings(layout)
+        files = [b"" if all(has_cached(worker, names[one]) for one in spans) else images[spans] for spans in own]
+        encode = Encode(ticket, files, list(map(list, own)))
         found.append(ImageEncoding(worker, encode, FetchEmbeddings(ticket=ticket, digests=list(wanted))))
     return found
 

@@ -323,6 +323,7 @@ class RequestAttempts:
             sink,
             block_hashes,
             images=dict(zip(self._request.files, self._request.images, strict=True)),
+            has_cached=lambda worker, name: worker.record.instance in self._cluster.index.held([name]),
             timeout_s=min(self._policy.encode_timeout_s, timeout_s),
         )
 

@@ -142,6 +142,20 @@ def test_each_image_is_published_as_soon_as_it_is_encoded() -> None:
     run(test())
 
 
+def test_a_file_that_is_not_sent_must_be_cached() -> None:
+    async def test() -> None:
+        for is_cached in (True, False):
+            served = Served()
+            served.engine.is_cached = is_cached
+            served.encode(b"")
+            end = "finish" if is_cached else "fail"
+            await served.until(lambda served=served, end=end: end in served.transfer.verbs())  # type: ignore[misc]
+            await served.end("received" if is_cached else "failed")
+            assert "add" not in served.engine.asked
+
+    run(test())
+
+
 def test_a_prompt_that_is_cancelled_ends_its_images() -> None:
     async def test() -> None:
         served = Served()

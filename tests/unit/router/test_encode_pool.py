@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import msgspec
 import pytest
 
-from baton_serve.contracts.block_hash import hash_blocks
+from baton_serve.contracts.block_hash import embedding_hashes, hash_blocks
 from baton_serve.contracts.block_layout import embedding_layout
 from baton_serve.contracts.identity import InstanceId
 from baton_serve.contracts.media import digest_of
@@ -74,7 +74,10 @@ def test_images_are_divided_and_each_goes_where_its_embeddings_are(
         assert (message.ticket.sink, message.ticket.source_layout) == ("prefill-0", EMBEDDINGS)
         assert message.ticket.source_root != first.work.root
         await ask(router, "x", B)
-        assert encoded(router, "encode-1") == [[B], [B]], "it has the embeddings, or will have them soon"
+        assert encoded(router, "encode-1") == [[B], [B]], "it will have the embeddings soon"
+        router.fakes["encode-1"].store(embedding_hashes(message.ticket.source_root, digest_of(B), 1))
+        await ask(router, "y", B)
+        assert encoded(router, "encode-1")[2:] == [[b""]], "it has reported them"
         health = (await router.http.get("/health")).json()
         assert health["pools"] == {"prefill": 1, "decode": 1, "unified": 0, "encode": 2}
         assert 'role="encode"} 2.0' in (await router.http.get("/metrics")).text
