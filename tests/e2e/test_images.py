@@ -210,19 +210,28 @@ def test_preempted_sequences_go_on_from_their_blocks_or_are_read_again(llava: Pa
 
 
 def test_a_broken_image_is_the_clients_fault(llava: Path) -> None:
-    """The header of the file is right, so that only decoding the whole image finds the error."""
+    """The header of the file is right, so that only decoding the whole image finds the error. The prompt may have begun
+    with the images before it: then its blocks are freed on both sides."""
+    cut = picture(1, size=(64, 64))[:300]
+    contents: list[Content] = [[cut, "What is it?"], [picture(7), picture(8), picture(9), "and ", cut, "What is it?"]]
 
-    async def ask() -> httpx.Response:
-        async with asyncio.timeout(60), served(llava, transport="usm") as client:
-            await until_ready(client)
-            cut = picture(1, size=(64, 64))[:300]
-            answer = await client.post("/v1/chat/completions", json=body_of([cut, "What is it?"]))
+    async def ask(roles: list[Role]) -> list[httpx.Response]:
+        async with asyncio.timeout(60), served(llava, transport="usm", roles=roles) as client:
+            await until_ready(client, len(roles))
+            answers = [await client.post("/v1/chat/completions", json=body_of(content)) for content in contents]
             await chat(client, CHATS["one image"])
-            return answer
+            async with asyncio.timeout(10):
+                while any(one["free_blocks"] < one["total_blocks"] for one in await instances(client)):  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            return answers
 
-    answer = asyncio.run(ask())
-    assert answer.status_code == 400
-    assert "an image cannot be read" in answer.json()["error"]["message"]
+    async def instances(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+        return list((await client.get("/health")).json()["instances"])
+
+    for roles in (["prefill", "decode"], ["unified"]):
+        for answer in asyncio.run(ask(cast(list[Role], roles))):
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"].startswith("an image cannot be read: ")
 
 
 def test_a_stream_goes_on_when_its_decode_instance_dies(llava: Path) -> None:

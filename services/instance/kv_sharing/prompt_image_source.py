@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from baton_serve.contracts.media import digest_of, spans_of_file
 from baton_serve.contracts.messages import FetchEmbeddings, Generate, Prefill, Work
+from baton_serve.engine.errors import RequestError
 from baton_serve.engine.model.vision.decoded_media import KeptPictures
 from baton_serve.engine.model.vision.image_types import NO_PIXELS, DecodedImage, EncodedImage, ImageReader, Pixels
 from baton_serve.services.instance.attempt_table import AttemptEntry
@@ -82,7 +83,8 @@ class PromptImageSource:
         they come, or all at once if the engine cannot await images.
 
         Yield `NO_PIXELS` once without images, or if this instance decodes none; the engine then refuses a prompt that
-        has images. Raises `engine.errors.RequestError` if a file cannot be decoded.
+        has images. Raises `engine.errors.RequestError` if a file cannot be decoded, or if an image
+        is missing that the engine awaits.
         """
         if not message.images or self._kept is None:
             yield ArrivedImages(NO_PIXELS)
@@ -92,15 +94,18 @@ class PromptImageSource:
         getting.add_done_callback(lambda _: come.put_nowait(None))
         try:
             waiting, found = _needed(request.work), dict[bytes, DecodedImage | EncodedImage]()
-            first = waiting[:1]
+            first, has_begun = waiting[:1], False
             while (pixels := await come.get()) is not None:
                 found.update(pixels)
                 waiting = [digest for digest in waiting if digest not in pixels]
-                has_first = bool(waiting) and waiting[:1] != first
+                has_first = bool(waiting) and (has_begun or waiting[:1] != first)
                 if self._can_await_images and come.empty() and has_first:
                     yield ArrivedImages(found, frozenset(waiting))
-                    found, first = {}, []
+                    found, has_begun = {}, True
             await getting
+            if has_begun and waiting:
+                # The engine would wait for it until the request's deadline.
+                raise RequestError("invalid", "an image of the prompt was not sent with the request")
             # The last one, and a prompt of whose images none is needed.
             yield ArrivedImages(found)
         finally:

@@ -188,6 +188,26 @@ def test_a_prompt_begins_with_its_first_image_while_others_come() -> None:
         assert kinds == ([([0], 1), ([1], 0)] if order == (0, 1) else [([1, 0], 0)])
 
 
+def test_a_prompt_that_has_begun_fails_if_an_image_does_not_come() -> None:
+    """It would wait until its deadline. The engine refuses a prompt that has not begun."""
+    request, message = request_of()
+    for files, begins in ((FILES[:1], True), (FILES[1:], False)):
+        found: list[ArrivedImages] = []
+
+        async def get(files: list[bytes] = files, found: list[ArrivedImages] = found) -> None:
+            source = PromptImageSource(Reader(), can_await_images=True)
+            sent = msgspec.structs.replace(message, images=files, embeddings=[])
+            async for one in source.arrivals(request, sent):
+                found.append(one)
+
+        if begins:
+            with pytest.raises(RequestError, match="was not sent"):
+                asyncio.run(get())
+        else:
+            asyncio.run(get())
+        assert [len(one.awaited) for one in found] == [1 if begins else 0]
+
+
 def test_images_that_came_before_their_encode_instance_died_are_used() -> None:
     async def die(node: Node, wanted: Sequence[tuple[BlockHash, int]]) -> Result:
         node.on_blocks(names_of(0))
