@@ -16,14 +16,23 @@ from pathlib import Path
 from tools.prose import ROOT, tracked_files
 
 PAGE = ROOT / "docs" / "reference" / "files.md"
-PATTERNS = ("services/*", "kvtransfer/*", "baton_serve/*", "helm/templates/*", "helm/files/*", "tools/*.py")
+PATTERNS = (
+    "services/*",
+    "kvtransfer/*",
+    "baton_serve/*",
+    "helm/values.yaml",
+    "helm/templates/*",
+    "helm/files/*",
+    "tools/*.py",
+)
 SUFFIXES = (".py", ".cpp", ".h", ".html", ".sh", ".mjs", ".yaml", ".tpl", ".txt")
 LAST = "baton_serve/bench"
 """The folder that stands at the end of the page, because it is not part of the product."""
 FOLDERS = {
     "baton_serve/engine/kernels/cpu/src": "The C++ sources of the kernels for CPUs.",
+    "helm": "The Helm chart.",
     "helm/files": "Programs that run in the Jobs of the Helm chart.",
-    "helm/templates": "The templates of the Helm chart; defaults are in helm/values.yaml.",
+    "helm/templates": "The templates of the Helm chart.",
     "helm/templates/tests": "The tests that `helm test` runs.",
     "tools": "Programs for development: generated pages, checks of prose and structure, fuzzing, demo models.",
 }

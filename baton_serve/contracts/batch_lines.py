@@ -1,4 +1,5 @@
-"""Reads and checks the lines of batch files (OpenAI's format): requests and results.
+"""Decides which fields a line of a batch file must have; number, size and duplicate ids:
+`router/batch/input_file.py`.
 
 The router's batch API and `baton run-batch` read and write the same files. Everything here is pure.
 """

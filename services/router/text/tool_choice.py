@@ -1,4 +1,5 @@
-"""Decides from `tool_choice` how tool calls of an answer are parsed, and which grammar the answer must follow.
+"""Decides from `tool_choice` how tool calls are parsed, and which grammar the answer follows; refuses `auto` without a
+parser.
 
 With `required` or a named function the answer is generated under a grammar of the router and needs no parser of the
 model's format. With `auto` the model calls tools in its own format, which `--tool-call-parser` names.
