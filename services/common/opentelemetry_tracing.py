@@ -1,4 +1,5 @@
-"""Implements `Tracing` with OpenTelemetry: a thread of its SDK sends spans in batches as OTLP over HTTP or gRPC.
+"""Sends trace spans by OpenTelemetry, in batches as OTLP over HTTP or gRPC; its sampler decides which traces are
+sampled.
 
 The SDK's own variables have effect (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). If
 the collector is down, spans are lost, but requests are not affected.

@@ -1,5 +1,5 @@
-"""Finds out what each layer of a loaded decoder keeps of a sequence (KV shape, window, recurrent states), by running a
-few tokens.
+"""Records what each layer of a loaded decoder passes to attention and keeps (KV shape, window, recurrent states), by
+running a few tokens.
 
 A layer keeps keys and values (attention), recurrent states (linear attention, state spaces, short convolutions), both,
 or neither (a layer that is an MLP or a mixture of experts only).

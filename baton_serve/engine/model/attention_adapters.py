@@ -1,5 +1,5 @@
-"""Changes attention modules of transformers that do not call its attention interface as needed, so that they use paged
-attention.
+"""Changes attention modules of transformers so that they use paged attention; latent attention (MLA) caches one latent
+per token.
 
 Some modules never call the interface; others pass more than the KV cache stores (MLA). Each class was compared with
 transformers, and is changed, by its name, to call `paged_attention.attend`. Projections, rotation and merging of heads

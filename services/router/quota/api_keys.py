@@ -1,4 +1,4 @@
-"""Decide whether an API key is accepted, its owner's limits, cache salt, priority and right to operate.
+"""Decide whether an API key is accepted, and its owner (`name=`), limits, cache salt, priority and right to operate.
 
 The file is read again when it changes, so that keys can be rotated without a restart. A line of it is
 `KEY [name=… cache_group=… requests_per_minute=… tokens_per_minute=… tokens_per_day=… weight=… min_priority=…

@@ -1,4 +1,5 @@
-"""Compiles the C++ kernels into one shared library for this machine's CPU at first use, and loads it.
+"""Compiles the C++ kernels for this machine's CPU at first use, and loads them; without a compiler plain torch
+serves.
 
 The library is cached by a hash of its sources, the compiler and the CPU's flags. While one process compiles, the
 others wait for its library. Several processes may compile at the same time if the file system has no locks: each

@@ -1,5 +1,5 @@
-"""Reasoning parsers with two tags (`<think>`): decide where reasoning begins and ends. The prompt may already end with
-one of the tags.
+"""Reasoning parsers with two tags (`<think>`): decide where reasoning begins and ends; gpt-oss has a file of its own.
+The prompt may already end with one of the tags.
 """
 
 from baton_serve.contracts.lark import Lark
