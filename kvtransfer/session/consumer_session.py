@@ -1,5 +1,5 @@
-"""Decides the course of a fetch: requests, retries, when a block counts as whole, and when all have arrived. This
-module is pure: no I/O, no clock.
+"""Decides the course of a fetch: requests, retries, when a block counts as whole, when all have arrived, and when it
+is given up (deadline). This module is pure: no I/O, no clock.
 
 The rules: Blocks count only when they are copied and verified and the lease held until then. Success needs `Done` and
 every block that it counts. An end is final only when no copy into the destination runs, because the caller reuses the

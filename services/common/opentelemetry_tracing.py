@@ -1,5 +1,5 @@
-"""Sends trace spans by OpenTelemetry, in batches as OTLP over HTTP or gRPC; its sampler decides which traces are
-sampled.
+"""Decides by OpenTelemetry whether a request continues its caller's trace or begins one, and whether it is sampled;
+sends spans as OTLP.
 
 The SDK's own variables have effect (OTEL_EXPORTER_OTLP_HEADERS, OTEL_TRACES_SAMPLER, OTEL_BSP_SCHEDULE_DELAY, …). If
 the collector is down, spans are lost, but requests are not affected.

@@ -1,5 +1,5 @@
-"""Decides whether and how a process sends trace spans (`--otlp-traces-endpoint`), and passes on the W3C trace
-context.
+"""Decides whether a process sends trace spans at all (`--otlp-traces-endpoint`), and which headers of the W3C trace
+context are passed on; `opentelemetry_tracing.py` makes the spans.
 
 `Tracing` and `Span` only pass the context on, so that a process without tracing does not interrupt a trace. With
 --otlp-traces-endpoint OpenTelemetry is loaded (`services.common.opentelemetry_tracing`). Times are moments of

@@ -22,6 +22,7 @@ def names_defined_in(file: str) -> set[str]:
         match node:
             case ast.ClassDef():
                 found |= {node.name} | {f"{node.name}.{n.name}" for n in node.body if hasattr(n, "name")}
+                found |= {f"{node.name}.{ast.unparse(n.target)}" for n in node.body if isinstance(n, ast.AnnAssign)}
             case ast.FunctionDef() | ast.AsyncFunctionDef():
                 found.add(node.name)
             case ast.Assign():

@@ -1,4 +1,5 @@
-"""Decides which part of each weight a tensor-parallel rank holds: heads, columns of an MLP, experts, vocabulary.
+"""Decides which part of each weight a tensor-parallel rank holds: heads, columns of an MLP, vocabulary, experts
+(`--enable-expert-parallel`).
 
 The modules of a layer show it: attention is divided by heads, an MLP and every expert by its width, or a mixture by
 whole experts, the head by vocabulary. The last product of each has a part of the inputs, so its outputs are summed over

@@ -1,5 +1,5 @@
-"""Defines `SamplingParams`, `BeamSearchParams` and `PoolingParams` of the offline API, and checks their ranges;
-`llm.py` pairs them with prompts. Names, defaults and ranges are vLLM's.
+"""Decides defaults and ranges of `SamplingParams`, `BeamSearchParams` and `PoolingParams` of the offline API; `llm.py`
+pairs them with prompts. Names, defaults and ranges are vLLM's.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""The engine of an encode instance: encodes images and audio without the decoder, and caches the embeddings. The
-outputs of an audio encoder for cross-attention count as embeddings too.
+"""The engine of an encode instance: decides whether an embedding is reused from its cache, or its image or audio is
+encoded. The outputs of an audio encoder for cross-attention count as embeddings too.
 
 Embeddings lie in blocks of host memory, from which other processes fetch them like KV blocks. A block pool names them,
 shares them between requests and evicts the least recently used ones. The owner calls the engine from one thread.

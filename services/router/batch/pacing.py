@@ -1,4 +1,4 @@
-"""Decide how many lines of batches may run beside the requests of clients."""
+"""Decide when the next line of a batch is sent, and how many may run beside the requests of clients."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Sends Prefill, Decode or Generate of one attempt to its instances, with ticket and timeouts, and aborts it there."""
+"""Sends Prefill, Decode or Generate of one attempt to its instances, and aborts it there; timeouts: `limits.py`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil

@@ -1,5 +1,5 @@
-"""Define the limits of a router with their defaults: connections, sizes, timeouts, queue, API keys, SLOs, stored
-batches.
+"""Define the limits of a router with their defaults: connections, sizes, timeouts (also of a KV transfer), queue, API
+keys, SLOs, stored batches.
 """
 
 from typing import Annotated

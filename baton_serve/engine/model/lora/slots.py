@@ -1,5 +1,5 @@
-"""Decides which LoRA adapter lies in which slot of device memory, from which captured graphs read, and which slot is
-overwritten (LRU).
+"""Decides into which slot for captured graphs a LoRA adapter's weights are copied again; `store.py` decides which
+adapters stay on the device.
 
 A graph reads which slot each row uses, so the same graph serves any adapters. A slot is overwritten when a step needs
 an adapter that has none. The device copies in the order of its queue, so running steps still read the old content.

@@ -1,5 +1,5 @@
-"""Decides whether a LoRA adapter is accepted (`--max-lora-rank`, modules), and whose weights are dropped for another's
-(LRU, `--max-cpu-loras`).
+"""Decides whether a LoRA adapter is accepted (`--max-lora-rank`, modules), and which adapter's weights are dropped from
+the device for another's (LRU, `--max-cpu-loras`).
 """
 
 from collections import OrderedDict

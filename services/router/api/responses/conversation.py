@@ -1,4 +1,5 @@
-"""Decide how a Responses request continues a stored answer (`previous_response_id`), and what is stored.
+"""Decide how a Responses request continues a stored answer (`previous_response_id`), which `kept_responses.py` finds,
+and what is stored.
 
 A record holds the whole conversation before its answer. So a chain of answers is read with one access, and an answer
 stays usable after the earlier ones were deleted.

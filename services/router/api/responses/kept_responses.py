@@ -1,4 +1,5 @@
-"""Keep, find, delete and cancel stored Responses, and run `background` ones; limits how many.
+"""Decide which stored Response an id and the owner of a key find; keep, delete and cancel them, run `background` ones,
+and limit how many.
 
 Answers belong to the owner of an API key: the key of a record contains the owner, so that nobody can read, replace or
 continue an answer of somebody else, even with its id.
