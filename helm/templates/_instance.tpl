@@ -1,5 +1,5 @@
-{{- /* The pods of a pool of instances: ConfigMap with settings, Deployment or LeaderWorkerSet, probes, limits of resources and
-PodDisruptionBudget. Call with (dict "root" MODEL "role" "prefill"), see baton.models. */}}
+{{- /* The pods of a pool of instances: ConfigMap with settings, Deployment or LeaderWorkerSet, probes, grace period of an end,
+limits of resources and PodDisruptionBudget. Call with (dict "root" MODEL "role" "prefill"), see baton.models. */}}
 {{- define "baton.pool" -}}
 {{- $root := .root }}
 {{- $role := .role }}

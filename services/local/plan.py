@@ -1,4 +1,4 @@
-"""Decides which processes a local cluster has, with their flags, devices, CPU cores and ports.
+"""Decides which processes a local cluster has, with their flags, devices, CPU cores and ports; numbers: `pools.py`.
 
 It is pure: it reads neither files nor the environment.
 """

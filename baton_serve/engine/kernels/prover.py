@@ -1,4 +1,4 @@
-"""Compares and times implementations of one operation with its plain-torch twin on this device.
+"""Decides whether an implementation of one operation equals its plain-torch twin on this device, and times it.
 
 It is for kernels what the ladder is for transports: an implementation is used only after it has computed the right
 numbers here, and the twin serves instead of one that is wrong. Each one runs twice, because a race or memory that was

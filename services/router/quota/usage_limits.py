@@ -1,4 +1,4 @@
-"""Decide whether an API key is over its rate limit (requests and tokens per minute and day), and count its usage.
+"""Decide whether an API key is over its rate limit or quota (requests, tokens per minute and day), and count its usage.
 
 Each router counts by itself and exchanges sums with the others twice a second (`usage_exchange`), so that no request
 waits for a store. The price: N routers together may exceed a limit by what arrives between two exchanges. All routers
