@@ -19,6 +19,8 @@ from baton_serve.engine.model_folder import read_config, weight_files
 
 _EXPERT = re.compile(r"\.experts\.(\d+\.)?")
 """Matches names of experts' parameters, with a number if each expert has parameters of its own."""
+_TAIL = re.compile(r"\.layers\.(\d+)\.(?:\w+\.)*?(?:o_proj|mlp|feed_forward|block_sparse_moe)\.")
+"""Matches names of parameters behind attention, with the number of their layer."""
 
 
 def model_costs(config: EngineConfig, layout: KVLayout) -> Costs:
@@ -41,11 +43,12 @@ def model_costs(config: EngineConfig, layout: KVLayout) -> Costs:
     elif stated is not None and config.load_format != "dummy":
         stored = sum(path.stat().st_size for path in weight_files(folder, config.load_format, config.loader.pattern))
         layer_bytes = (stored - DTYPE_BYTES * (total - layers)) / layers
+    top_k = _top_k(text) if num_experts else 0
     return Costs(
         dense_parameters=layers - num_experts * experts,
         expert_parameters=experts,
         num_experts=num_experts,
-        top_k=_top_k(text) if num_experts else 0,
+        top_k=top_k,
         head_parameters=head_parameters,
         layer_bytes=layer_bytes,
         head_bytes=head_bytes,
@@ -54,6 +57,7 @@ def model_costs(config: EngineConfig, layout: KVLayout) -> Costs:
         head_dim=layout.head_dim,
         kv_bytes_per_token=layout.token_bytes,
         state_bytes=layout.state_bytes,
+        tail_parameters=_tail(module, text.num_hidden_layers - 1, top_k / num_experts if num_experts else 0.0),
     )
 
 
@@ -83,6 +87,15 @@ def _experts(module: nn.Module) -> tuple[int, int]:
             count = max(count, int(found[1][:-1]) + 1)
             parameters += weight.numel() if found[1] == "0." else 0
     return parameters, count
+
+
+def _tail(module: nn.Module, last_layer: int, active_experts: float) -> int:
+    """Return the parameters behind the attention of the last layer, of whose experts a token has a part."""
+    count = 0.0
+    for name, weight in _matrices(module):
+        if (found := _TAIL.search(name)) is not None and int(found[1]) == last_layer:
+            count += weight.numel() * (active_experts if _EXPERT.search(name) else 1.0)
+    return round(count)
 
 
 def _top_k(config: Any) -> int:

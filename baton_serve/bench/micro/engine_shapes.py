@@ -232,6 +232,7 @@ class Costs:
     """Parameters and bytes of one forward pass. In a mixture of experts, `expert_parameters` counts one expert in each
     layer, and `dense_parameters` everything outside of the experts. `layer_bytes` and `head_bytes` are per parameter.
     `num_layers` counts those with KV; `state_bytes` is the size of a sequence's recurrent states in all other layers.
+    `tail_parameters` are the active ones behind the last attention, which only tokens pass whose logits are needed.
     """
 
     dense_parameters: int
@@ -246,6 +247,7 @@ class Costs:
     head_dim: int
     kv_bytes_per_token: int
     state_bytes: int = 0
+    tail_parameters: int = 0
 
     @property
     def active_parameters(self) -> int:
@@ -268,10 +270,11 @@ class Costs:
         return 2 * batch * (self.active_parameters + self.head_parameters)
 
     def prefill_flops(self, prompts: int, length: int) -> int:
-        """Return the floating-point operations of a prefill: products of all tokens, causal attention, and logits of
-        the last token of each prompt."""
+        """Return the floating-point operations of a prefill: products of all tokens, causal attention, and for the last
+        token of each prompt what stands behind the last attention, and its logits."""
         attention = 2 * length * (length + 1) * self.num_heads * self.head_dim * self.num_layers
-        return prompts * (2 * length * self.active_parameters + attention + 2 * self.head_parameters)
+        products = length * (self.active_parameters - self.tail_parameters) + self.tail_parameters
+        return prompts * (2 * products + attention + 2 * self.head_parameters)
 
 
 def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "auto") -> Costs:
@@ -297,11 +300,12 @@ def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "aut
     # The query of layers beside linear ones is twice as wide: half of it is the gate of their output.
     attention = hidden * head_dim * ((3 if num_linear else 2) * heads + 2 * kv_heads)
     mixers = num_linear * linear + (layers - num_linear) * attention
+    top_k = number("num_experts_per_tok")
     return Costs(
         dense_parameters=mixers + layers * (hidden * num_experts if num_experts else mlp),
         expert_parameters=layers * mlp if num_experts else 0,
         num_experts=num_experts,
-        top_k=number("num_experts_per_tok"),
+        top_k=top_k,
         head_parameters=hidden * number("vocab_size"),
         layer_bytes=DTYPE_BYTES if quantization is None else WEIGHT_BITS[quantization] / 8,
         head_bytes=DTYPE_BYTES if quantization is None else 1,
@@ -316,6 +320,7 @@ def costs(name: str, quantization: str | None = None, kv_cache_dtype: str = "aut
         # The state of a head, [key size, value size], is float32; the convolution keeps its last inputs.
         state_bytes=num_linear
         * (4 * values * number("linear_key_head_dim") + DTYPE_BYTES * taps * (2 * keys + values)),
+        tail_parameters=hidden * heads * head_dim + (hidden * num_experts + top_k * mlp if num_experts else mlp),
     )
 
 
