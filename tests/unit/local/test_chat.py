@@ -188,13 +188,26 @@ class PtyProcess:
     def interrupt(self) -> None:
         self._process.send_signal(signal.SIGINT)
 
+    def interrupt_prompt(self, text: str) -> None:
+        """Interrupt the prompt until `text` is printed. Python's `input` notices a signal that comes between its prompt
+        and its wait for a key only at the next key or signal."""
+        deadline = time.monotonic() + DEADLINE_S
+        self.interrupt()
+        while not self._is_printed(text, time.monotonic() + 2.0):
+            assert time.monotonic() < deadline, self.printed
+            self.interrupt()
+
     def wait_for(self, text: str) -> None:
         """Read until `text` is printed, after what an earlier call has found."""
-        deadline = time.monotonic() + DEADLINE_S
+        assert self._is_printed(text, time.monotonic() + DEADLINE_S), self.printed
+
+    def _is_printed(self, text: str, deadline: float) -> bool:
         while text not in self.printed:
-            assert select.select([self._terminal], [], [], deadline - time.monotonic())[0], self.printed
+            if not select.select([self._terminal], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return False
             self.printed += os.read(self._terminal, 4096).decode()
         self.printed = self.printed.partition(text)[2]
+        return True
 
     def wait(self) -> int:
         return self._process.wait(DEADLINE_S)
@@ -224,8 +237,7 @@ def test_ctrl_c_cancels_an_answer_and_ctrl_d_leaves() -> None:
         run.wait_for("(cancelled)")
         assert server.has_lost_client.wait(DEADLINE_S), "the request goes on"
         run.wait_for("> ")
-        run.interrupt()
-        run.wait_for("(Ctrl-D leaves)")
+        run.interrupt_prompt("(Ctrl-D leaves)")
         run.wait_for("> ")
         run.type("Hi\n")
         run.wait_for("Hello!")
